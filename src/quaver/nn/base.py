@@ -1,0 +1,219 @@
+"""What every quantizing module shares: its states, its place, and the frame of a forward."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+from torch._dynamo.comptime import comptime
+
+from quaver.devices import get_module_device, pin, unpin
+from quaver.errors import RecipeError
+from quaver.nn.tracing import refresh_states
+from quaver.recipe import DelayedScaling, Recipe
+from quaver.scaling import Call, RecipeState, begin_call, current_region, end_call, note_forward
+from quaver.scaling.calls import HIGH_PRECISION
+from quaver.scaling.extra_state import pack, unpack
+from quaver.tensors import Payload
+
+
+class Frame(NamedTuple):
+    """A forward that is under way: how it runs, and what to put back at its end."""
+
+    call: Call
+    device: torch.device
+    previous: int
+
+
+class _Frames(threading.local):
+    """Per thread: two threads may run one module."""
+
+    def __init__(self) -> None:
+        self.stack: list[Frame] = []
+
+
+_frames = _Frames()
+
+
+class QuantizedModule(nn.Module):
+    """Mixin of modules that quantize; stands before the torch class that they extend.
+
+    Attributes:
+        recipe: the attached recipe, in force where no `autocast` names one; or None.
+        recipe_states: the scaling states by direction, "forward" and "backward"; empty until they
+            are first needed. They live on the module's device and follow it.
+        qualified_name: where the module stands in its model, for messages; "" if unknown.
+    """
+
+    slots_per_gemm: ClassVar[dict[str, int]] = {"forward": 3, "backward": 2}
+    num_gemms = 1
+
+    recipe: Recipe | None
+    recipe_states: dict[str, RecipeState]
+    qualified_name: str
+    _weight_cache: Payload | None
+    _prepared: tuple[Recipe, torch.device] | None
+
+    def _init_quantized(self, recipe: Recipe | None = None) -> None:
+        """Give the module what this class needs; keeps the states that it has."""
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise RecipeError(f"recipe must be a recipe such as DelayedScaling(), not {recipe!r}")
+        self.recipe = recipe
+        self.recipe_states = getattr(self, "recipe_states", {})
+        self.qualified_name = getattr(self, "qualified_name", "")
+        self._weight_cache = None
+        self._prepared = None
+
+    def _drop_quantized(self) -> None:
+        """Take away again what `_init_quantized` gave."""
+        for name in ("recipe", "recipe_states", "qualified_name", "_weight_cache", "_prepared"):
+            self.__dict__.pop(name, None)
+
+    # ---- the frame of a forward
+
+    def prepare_forward(self, x: torch.Tensor, *, quantizes: bool = True) -> torch.Tensor:
+        """Begin a forward on x: its device becomes current, the states are ready. Returns x.
+
+        `end_forward` must follow, also when the forward raises; when this raises, it has put
+        everything back itself.
+
+        Args:
+            x: the input; its device is the execution device.
+            quantizes: False: the module has nothing to quantize, only the device is set.
+
+        Raises:
+            DeviceMismatchError: x and a parameter lie on two devices; nothing ran.
+        """
+        compiling = torch.compiler.is_compiling()
+        device = x.device
+        previous = -1 if compiling else pin(device)
+        call = HIGH_PRECISION
+        try:
+            if not compiling:
+                self._check_operands(x)
+            if quantizes:
+                self._refuse_lost_replica()
+                state = None if compiling else self.recipe_states.get("forward")
+                call = begin_call(self.recipe, state)
+                if call.recipe is not None:
+                    self._prepare_states(call.recipe, device)
+                    self._note(call)
+                elif state is not None:
+                    state.last_use = None
+        except BaseException:
+            end_call(call)
+            unpin(device, previous)
+            raise
+        _frames.stack.append(Frame(call, device, previous))
+        return x
+
+    def end_forward(self) -> None:
+        """End the forward that `prepare_forward` began on this thread: what it set is put back."""
+        frame = _frames.stack.pop()
+        try:
+            end_call(frame.call)
+        finally:
+            unpin(frame.device, frame.previous)
+
+    def current_call(self) -> Call:
+        """How the forward that is under way on this thread runs."""
+        return _frames.stack[-1].call
+
+    def _check_operands(self, x: torch.Tensor) -> None:
+        """Raise unless x and the parameters lie on one device; subclasses name their own."""
+
+    def _refuse_lost_replica(self) -> None:
+        if self.recipe is None and current_region() is None and "_is_replica" in self.__dict__:
+            raise RecipeError(
+                "a replica of nn.DataParallel runs on a thread of its own, outside of the autocast "
+                "around the call; attach a recipe with convert(model, recipe=...) instead"
+            )
+
+    # ---- states
+
+    def _prepare_states(self, recipe: Recipe, device: torch.device) -> None:
+        """Make the states, follow `recipe`, and take them to `device`: a compare each as a rule."""
+        # `recipe_states` itself is not read here: torch.compile would go on with what it read.
+        prepared = self._prepared
+        if prepared is None or prepared[0] is not recipe or prepared[1] != device:
+            if torch.compiler.is_compiling():
+                comptime(refresh_states)
+            else:
+                self._refresh_states(recipe, device)
+
+    def _refresh_states(self, recipe: Recipe, device: torch.device) -> None:
+        if "_is_replica" in self.__dict__:
+            # A replica of nn.DataParallel shares the original's dictionary. On the original's
+            # device it shares the states too, and they learn; elsewhere it works on copies.
+            self.recipe_states = {mode: s.copy() for mode, s in self.recipe_states.items()}
+        for mode, per_gemm in self.slots_per_gemm.items():
+            state = self.recipe_states.get(mode)
+            if state is None or not state.follow(recipe):
+                state = self.recipe_states[mode] = RecipeState.create(
+                    recipe, mode=mode, num_quantizers=per_gemm * self.num_gemms, device=device
+                )
+                state.name = self.qualified_name or repr(self)
+            if state.device != device:
+                state.move(device)
+        self._prepared = (recipe, device)
+
+    def _note(self, call: Call) -> None:
+        for state in self.recipe_states.values():
+            state.group = call.group
+        note_forward(call, self.recipe_states["forward"], self.recipe_states["backward"])
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        for state in self.recipe_states.values():
+            # What `fn` does to a device is seen on an empty tensor; its dtype is not for states.
+            target = fn(torch.empty(0, device=state.device)).device
+            if target != state.device:
+                state.move(target)
+        self._weight_cache = None
+        self._prepared = None
+        return self
+
+    # ---- checkpoints
+
+    def _slots(self) -> dict[str, int]:
+        return {mode: n * self.num_gemms for mode, n in self.slots_per_gemm.items()}
+
+    def _delayed_recipe(self) -> DelayedScaling | None:
+        return self.recipe if isinstance(self.recipe, DelayedScaling) else None
+
+    def get_extra_state(self) -> torch.Tensor:
+        """The scaling states for `state_dict`: a CPU uint8 tensor of fixed size, not a pickle."""
+        return pack(self.recipe_states, self._slots(), self._delayed_recipe())
+
+    def set_extra_state(self, state: Any) -> None:
+        """Restore what `get_extra_state` gave, onto the device where this module lives.
+
+        Raises:
+            CheckpointError: `state` is not such a tensor.
+        """
+        restored = unpack(state, self._slots(), self._delayed_recipe())
+        device = get_module_device(self)
+        for restored_state in restored.values():
+            restored_state.name = self.qualified_name or repr(self)
+            if device is not None and device.type != "meta":
+                restored_state.move(device)
+        self.recipe_states = restored
+        self._prepared = None
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        *args: Any,
+    ) -> None:
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, *args
+        )
+        key = f"{prefix}_extra_state"  # a checkpoint of the torch twin has none
+        if key in missing_keys:
+            missing_keys.remove(key)

@@ -1,0 +1,122 @@
+"""What one forward of a module does: quantize or not, with which recipe, what it records."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from quaver.errors import QuaverError, RecipeError
+from quaver.recipe import DEFAULT_RECIPE, Recipe
+from quaver.scaling.regions import Region, backward_passes, current_region, enter, leave
+from quaver.scaling.state import LastUse, RecipeState
+from quaver.scaling.used import CALIBRATED, RECORDED, SEEN, Used
+
+
+class Call(NamedTuple):
+    """How a forward runs.
+
+    Attributes:
+        recipe: what it quantizes or calibrates with; None: high precision.
+        quantized: whether it quantizes.
+        record: what is recorded in the forward state: SEEN (nothing), RECORDED or CALIBRATED.
+        group: the process group of the amax reduction.
+        again: a recomputation whose first run used the scales from before the last update.
+        outer: in a recomputation: what the backward pass around it has used.
+        own_region: the region that this call opened for itself.
+    """
+
+    recipe: Recipe | None
+    quantized: bool = False
+    record: int = SEEN
+    group: object = None
+    again: bool = False
+    outer: Used | None = None
+    own_region: Region | None = None
+
+
+HIGH_PRECISION = Call(None)
+
+
+def begin_call(attached: Recipe | None, state: RecipeState | None) -> Call:
+    """Decide how a forward runs that begins now on this thread.
+
+    Args:
+        attached: the module's own recipe.
+        state: the module's forward state if it has one.
+    """
+    if not torch.compiler.is_compiling():
+        again = _recomputation(state)
+        if again is not None:
+            return again
+    opened = open_call_region() if attached is not None else None
+    region = current_region()
+    if region is None or not region.active:
+        return HIGH_PRECISION
+    recipe = region.recipe or attached or DEFAULT_RECIPE
+    record = RECORDED if torch.is_grad_enabled() else SEEN
+    if region.records_always:
+        record = CALIBRATED
+    return Call(recipe, region.enabled, record, region.group, own_region=opened)
+
+
+def end_call(call: Call) -> None:
+    """Undo what `begin_call` opened."""
+    if call.own_region is not None:
+        leave(call.own_region)
+
+
+def open_call_region() -> Region | None:
+    """Open a region for one call of a module with a recipe attached, unless one is entered."""
+    if current_region() is not None:
+        return None
+    region = Region(None, enabled=True, calibrating=False, group=None)
+    enter(region)
+    return region
+
+
+def close_call_region(region: Region | None) -> None:
+    """Close what `open_call_region` returned."""
+    if region is not None:
+        leave(region)
+
+
+def note_forward(call: Call, forward: RecipeState, backward: RecipeState) -> None:
+    """Note the states that a quantized or calibrating forward is about to use."""
+    compiling = torch.compiler.is_compiling()
+    if call.outer is not None:
+        if call.record:
+            call.outer.add(forward, call.record)
+        return
+    region = current_region()
+    if region is None:
+        raise QuaverError("a forward outside of any region cannot use scaling states")
+    used = region.collector().used
+    used.add(forward, call.record)
+    if torch.is_grad_enabled() and call.quantized:
+        used.add(backward, SEEN)
+        if compiling:  # a compiled backward cannot say so itself
+            backward_passes().compiled.add(backward, RECORDED)
+    if not compiling:
+        recorded = call.record != SEEN
+        forward.last_use = (
+            LastUse(call.recipe, call.group, forward.updates, recorded)
+            if call.quantized and call.recipe is not None
+            else None
+        )
+
+
+def _recomputation(state: RecipeState | None) -> Call | None:
+    """A forward inside a backward pass recomputes an earlier one: same recipe, same scales."""
+    if torch._C._current_graph_task_id() == -1 or state is None or state.last_use is None:
+        return None
+    last = state.last_use
+    age = state.updates - last.updates
+    if age > 1:
+        raise RecipeError(
+            "a recomputed forward needs the scales that its first run used, but they were updated "
+            f"{age} times since; run backward before the next training step's forward"
+        )
+    record = SEEN if last.recorded else RECORDED
+    outer = backward_passes().join()
+    return Call(last.recipe, True, record, last.group, again=age == 1, outer=outer)

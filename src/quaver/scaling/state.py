@@ -1,0 +1,198 @@
+"""The scaling state of a module: what a recipe remembers from step to step.
+
+A state belongs to one module and one direction, and lives on that module's device. It is a plain
+object, not a buffer: a buffer would be cast by `module.to(torch.bfloat16)`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from quaver.errors import RecipeError
+from quaver.formats import MAX
+from quaver.kernels import amax, cast
+from quaver.kernels.cast.reference import scale_from_amax
+from quaver.recipe import DelayedScaling, Recipe
+from quaver.tensors import Payload
+
+
+class LastUse(NamedTuple):
+    """How the last forward used a state, for the same forward's recomputation in a backward."""
+
+    recipe: Recipe
+    group: Any
+    updates: int  # how many finalizations the state had seen
+    recorded: bool  # whether its amaxes were recorded
+
+
+class RecipeState:
+    """Scales and amax histories of one module's tensors in one direction, DelayedScaling.
+
+    Attributes:
+        recipe: the recipe that the state follows.
+        mode: "forward" (slots: input, weight, output a GEMM) or "backward" (grad_output,
+            grad_input).
+        scale: float32 [n]; multiplies before the cast.
+        amax_history: float32 [amax_history_len, n]; row 0 accumulates, the last row is the newest.
+        ready: float32 [n]; 1 where `scale` was set, 0 where nothing is known yet.
+        unset: a bool a slot: True while the host does not know that `ready` is 1.
+        cast_unset: a bool a slot: it was cast while `unset`.
+        group: the process group of the reduction, set by each use.
+        name: of the module, for warnings.
+    """
+
+    def __init__(
+        self, recipe: DelayedScaling, mode: str, num_quantizers: int, device: torch.device
+    ) -> None:
+        self.recipe = recipe
+        self.mode = mode
+        self.group: Any = None
+        self.name = ""
+        self.warned = False
+        self.updates = 0
+        self.last_use: LastUse | None = None
+        self.registered: set[Any] = set()
+        known = recipe.first_scale == "one"
+        self.unset = [not known] * num_quantizers
+        self.cast_unset = [False] * num_quantizers
+        # A state made in inference mode must still be updated in place outside of it.
+        with torch.inference_mode(False), torch.no_grad():
+            make = partial(torch.full, dtype=torch.float32, device=device)
+            self.scale = make((num_quantizers,), 1.0)
+            self.ready = make((num_quantizers,), float(known))
+            self.amax_history = make((recipe.amax_history_len, num_quantizers), 0.0)
+            self.previous_scale = self.scale.clone()
+            self.previous_ready = self.ready.clone()
+
+    @staticmethod
+    def create(
+        recipe: Recipe, *, mode: str, num_quantizers: int, device: torch.device | str | int
+    ) -> RecipeState:
+        """A new state of `recipe`.
+
+        Args:
+            mode: "forward" or "backward".
+            num_quantizers: how many slots, n.
+            device: where its tensors are made; never the current device.
+
+        Raises:
+            RecipeError: an unknown mode, or a recipe without a state.
+        """
+        if mode not in ("forward", "backward"):
+            raise RecipeError(f'mode must be "forward" or "backward", not {mode!r}')
+        if not isinstance(recipe, DelayedScaling):
+            raise RecipeError(f"a recipe such as DelayedScaling() is needed, not {recipe!r}")
+        return RecipeState(recipe, mode, num_quantizers, torch.device(device))
+
+    @property
+    def num_quantizers(self) -> int:
+        """How many slots the state has."""
+        return int(self.scale.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        """Where the state's tensors live."""
+        return self.scale.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The FP8 dtype of this direction."""
+        return self.recipe.fp8_format.dtype(self.mode)
+
+    @property
+    def limit(self) -> float:
+        """fp8_max * 2^-margin: what an amax is scaled to."""
+        return MAX[self.dtype] * 2.0**-self.recipe.margin
+
+    def expect(self, slot: int) -> None:
+        """Say that `slot` is about to be cast: its scale is asked for at the next finalization."""
+        if self.unset[slot]:
+            self.cast_unset[slot] = True
+
+    def quantize(self, x: torch.Tensor, slot: int, *, record: bool, again: bool = False) -> Payload:
+        """Cast x with the scale of `slot`.
+
+        Args:
+            x: [..., K], high precision, on the state's device.
+            record: raise the slot's amax to max|x|.
+            again: a recomputation; use the scale from before the last update.
+        """
+        scale, ready = self.scale, self.ready if self.unset[slot] else None
+        if again:
+            scale, ready = self.previous_scale, self.previous_ready
+        history = self.amax_history if record else None
+        data, _, scale_inv = cast(x, scale, history, ready, slot, self.dtype, False)
+        return Payload(data, scale_inv)
+
+    def observe(self, x: torch.Tensor, slot: int) -> None:
+        """Record max|x| without a cast, for calibration."""
+        self.expect(slot)
+        amax(x, self.amax_history, slot)
+
+    def set_scale(self, slot: int, x: torch.Tensor) -> None:
+        """Set the scale of `slot` from the amax of x, ahead of any update."""
+        own = torch.zeros(1, dtype=torch.float32, device=x.device)
+        amax(x, own, 0)
+        self.scale[slot] = scale_from_amax(own[0], self.limit)
+        self.ready[slot] = 1.0
+        self.unset[slot] = False
+
+    def follow(self, recipe: Recipe) -> bool:
+        """Follow `recipe` from now on: the scales and the newest history entries are kept.
+
+        Returns:
+            False if the recipe is of another class, which needs another state.
+        """
+        if not isinstance(recipe, DelayedScaling):
+            return False
+        if recipe.amax_history_len != self.amax_history.shape[0]:
+            self.amax_history = resized_history(self.amax_history, recipe.amax_history_len)
+        if recipe.first_scale == "one":
+            self.unset = [False] * self.num_quantizers
+        self.recipe = recipe
+        return True
+
+    def move(self, device: torch.device) -> None:
+        """Take the state to `device`, values kept; from the meta device there are none to keep."""
+        if self.device.type == "meta" and device.type != "meta":
+            fresh = RecipeState(self.recipe, self.mode, self.num_quantizers, device)
+            fresh.name = self.name
+            self.__dict__.update(fresh.__dict__)
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for name in _TENSORS:
+                setattr(self, name, getattr(self, name).to(device))
+
+    def copy(self) -> RecipeState:
+        """An independent state with the same values; it registers itself when it is used."""
+        twin = object.__new__(RecipeState)
+        twin.__setstate__(self.__getstate__())
+        for name in _TENSORS:
+            setattr(twin, name, getattr(self, name).clone())
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Registration and process group belong to this object, not to what it holds.
+        state = dict(self.__dict__)
+        state.update(registered=set(), group=None, last_use=None)
+        state.update(unset=list(self.unset), cast_unset=list(self.cast_unset))
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+
+
+_TENSORS = ("scale", "ready", "amax_history", "previous_scale", "previous_ready")
+
+
+def resized_history(history: torch.Tensor, length: int) -> torch.Tensor:
+    """`history` [L, n] as [length, n]: row 0 (accumulating) and the newest rows, at the end."""
+    new = history.new_zeros(length, history.shape[1])
+    new[0] = history[0]
+    kept = min(length, history.shape[0]) - 1
+    if kept:
+        new[-kept:] = history[-kept:]
+    return new
