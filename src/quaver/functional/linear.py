@@ -5,6 +5,7 @@ Plain tensors go in and plain tensors are saved; backward reads nothing ambient.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,7 @@ import torch
 from quaver.devices import autocast_dtype
 from quaver.kernels import scaled_mm
 from quaver.scaling.backward import BackwardPasses
-from quaver.scaling.state import RecipeState
+from quaver.scaling.state import RecipeState, Scales
 from quaver.scaling.used import Used
 from quaver.tensors import Float8Tensor, Payload
 
@@ -24,7 +25,7 @@ class LinearPlan(NamedTuple):
         forward: the state with the slots input 0, weight 1.
         backward: the state with the slot grad_output 0.
         record: whether the forward's amaxes are recorded.
-        again: whether the forward repeats one from before the last update.
+        again: in a recomputation, the scales of the first run.
         passes: where the backward notes that it recorded amaxes.
         outer: in a recomputation, the backward pass around it.
         weight: the weight's payload if it is quantized already.
@@ -33,7 +34,7 @@ class LinearPlan(NamedTuple):
     forward: RecipeState
     backward: RecipeState
     record: bool
-    again: bool
+    again: Scales | None
     passes: BackwardPasses
     outer: Used | None
     weight: Payload | None
@@ -71,7 +72,7 @@ def linear(
     if plan.weight is None and not isinstance(weight, Float8Tensor):
         plan.forward.expect(1)
     dtype = activation_dtype(x)
-    rows = x.to(dtype).reshape(-1, x.shape[-1])
+    rows = x.to(dtype).reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if torch.is_grad_enabled():
         plan.backward.expect(0)
         y: torch.Tensor = _Linear.apply(rows, weight, bias, plan)  # type: ignore[no-untyped-call]

@@ -76,7 +76,7 @@ def launch(kernel: Kernel, *args: Any) -> Any:
 def _operands(kernel: Kernel, args: Sequence[Any]) -> tuple[list[str], list[torch.Tensor]]:
     names: list[str] = []
     tensors: list[torch.Tensor] = []
-    for name, arg in zip(kernel.parameters, args, strict=True):
+    for name, arg in zip(kernel.parameters, args, strict=False):  # defaults may be left out
         if isinstance(arg, torch.Tensor):
             names.append(name)
             tensors.append(arg)

@@ -99,9 +99,9 @@ class QuantizedModule(nn.Module):
                 call = begin_call(self.recipe, state)
                 if call.recipe is not None:
                     self._prepare_states(call.recipe, device)
-                    self._note(call)
+                    self._note(call, x.requires_grad)
                 elif state is not None:
-                    state.last_use = None
+                    state.uses.note(None, None, state.updates, recorded=False)
         except BaseException:
             end_call(call)
             unpin(device, previous)
@@ -159,10 +159,10 @@ class QuantizedModule(nn.Module):
                 state.move(device)
         self._prepared = (recipe, device)
 
-    def _note(self, call: Call) -> None:
-        for state in self.recipe_states.values():
-            state.group = call.group
-        note_forward(call, self.recipe_states["forward"], self.recipe_states["backward"])
+    def _note(self, call: Call, requires_grad: bool) -> None:
+        forward, backward = self.recipe_states["forward"], self.recipe_states["backward"]
+        forward.group = backward.group = call.group
+        note_forward(call, forward, backward, requires_grad)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -214,6 +214,7 @@ class QuantizedModule(nn.Module):
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, *args
         )
+        self._weight_cache = None
         key = f"{prefix}_extra_state"  # a checkpoint of the torch twin has none
         if key in missing_keys:
             missing_keys.remove(key)

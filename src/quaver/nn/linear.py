@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from quaver.devices import operands_device
 from quaver.functional import LinearPlan, linear
 from quaver.nn.base import QuantizedModule
-from quaver.nn.init import current_init, quantize_parameter
+from quaver.nn.init import InitOptions, current_init, quantize_parameter
 from quaver.recipe import DEFAULT_RECIPE, Recipe
 from quaver.scaling import Call, backward_passes
 from quaver.tensors import Float8Tensor, Payload
@@ -134,12 +132,14 @@ class QuantizedLinear(QuantizedModule):
         if not isinstance(self.weight, Float8Tensor):
             recipe = self.recipe or DEFAULT_RECIPE
             self.weight = quantize_parameter(self.weight, recipe, preserve=False)
+            self._weight_cache = None
 
     def dequantize_weight(self) -> None:
         """Replace a quantized weight by the high-precision values that it stands for."""
         weight = self.weight
         if isinstance(weight, Float8Tensor):
             self.weight = nn.Parameter(weight.dequantize(), requires_grad=weight.requires_grad)
+            self._weight_cache = None
 
 
 class Linear(QuantizedLinear, nn.Linear):  # type: ignore[misc]
@@ -151,6 +151,8 @@ class Linear(QuantizedLinear, nn.Linear):  # type: ignore[misc]
 
     Under `quantized_model_init` the weight is a Float8Tensor.
     """
+
+    _init_options: InitOptions | None = None
 
     def __init__(
         self,
@@ -172,6 +174,7 @@ class Linear(QuantizedLinear, nn.Linear):  # type: ignore[misc]
     def reset_parameters(self) -> None:
         """Draw the parameters anew, as torch.nn.Linear does; a quantized weight stays quantized."""
         options = self._init_options
+        self._weight_cache = None
         if isinstance(self.weight, Float8Tensor):
             self.weight = nn.Parameter(
                 torch.empty(self.weight.shape, dtype=self.weight.dtype, device=self.weight.device),
@@ -192,7 +195,3 @@ class Linear(QuantizedLinear, nn.Linear):  # type: ignore[misc]
     def _drop_quantized(self) -> None:
         super()._drop_quantized()
         self.__dict__.pop("_init_options", None)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self.__dict__.setdefault("_init_options", None)

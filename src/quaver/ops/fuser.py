@@ -38,8 +38,8 @@ class LinearBias:
 def fuse(operations: Sequence[FusibleOperation]) -> list[Step]:
     """The steps that compute `operations`, in order.
 
-    An operation that somebody has hooked into (a forward hook, a replaced forward) is called as it
-    is, so that the hook runs.
+    An operation that somebody has hooked into (a hook, a replaced or overridden forward) is called
+    as it is, so that what was added runs.
     """
     steps: list[Step] = []
     i = 0
@@ -66,7 +66,8 @@ def _hooked(module: nn.Module) -> bool:
         module._backward_hooks,
         module._backward_pre_hooks,
     )
-    return any(hooks) or "forward" in module.__dict__
+    overridden = type(module).forward not in (BasicLinear.forward, Bias.forward)
+    return any(hooks) or overridden or "forward" in module.__dict__
 
 
 class OperationFuser:

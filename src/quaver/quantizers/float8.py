@@ -1,5 +1,7 @@
 """FP8 with one scale a tensor that is given from outside."""
 
+from __future__ import annotations
+
 import torch
 
 from quaver.errors import RecipeError
@@ -46,6 +48,16 @@ class Float8Quantizer:
         self.dtype = dtype
         self.rowwise = rowwise
         self.columnwise = columnwise
+
+    def to(self, device: torch.device) -> Float8Quantizer:
+        """The same quantizer with its scale and amax on `device`."""
+        return Float8Quantizer(
+            self.scale.to(device),
+            self.amax.to(device),
+            self.dtype,
+            rowwise=self.rowwise,
+            columnwise=self.columnwise,
+        )
 
     def __call__(self, x: torch.Tensor) -> Float8Tensor:
         """Quantize x [..., K] (float32, bfloat16 or float16) on the device where it lives.

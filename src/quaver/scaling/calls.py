@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 import torch
 
-from quaver.errors import QuaverError, RecipeError
+from quaver.errors import QuaverError
 from quaver.recipe import DEFAULT_RECIPE, Recipe
 from quaver.scaling.regions import Region, backward_passes, current_region, enter, leave
-from quaver.scaling.state import LastUse, RecipeState
+from quaver.scaling.state import RecipeState, Scales
 from quaver.scaling.used import CALIBRATED, RECORDED, SEEN, Used
 
 
@@ -21,7 +21,7 @@ class Call(NamedTuple):
         quantized: whether it quantizes.
         record: what is recorded in the forward state: SEEN (nothing), RECORDED or CALIBRATED.
         group: the process group of the amax reduction.
-        again: a recomputation whose first run used the scales from before the last update.
+        again: in a recomputation, the scales that the first run used, if they have changed since.
         outer: in a recomputation: what the backward pass around it has used.
         own_region: the region that this call opened for itself.
     """
@@ -30,7 +30,7 @@ class Call(NamedTuple):
     quantized: bool = False
     record: int = SEEN
     group: object = None
-    again: bool = False
+    again: Scales | None = None
     outer: Used | None = None
     own_region: Region | None = None
 
@@ -81,8 +81,14 @@ def close_call_region(region: Region | None) -> None:
         leave(region)
 
 
-def note_forward(call: Call, forward: RecipeState, backward: RecipeState) -> None:
-    """Note the states that a quantized or calibrating forward is about to use."""
+def note_forward(
+    call: Call, forward: RecipeState, backward: RecipeState, requires_grad: bool
+) -> None:
+    """Note the states that a quantized or calibrating forward is about to use.
+
+    Args:
+        requires_grad: whether its input requires grad.
+    """
     compiling = torch.compiler.is_compiling()
     if call.outer is not None:
         if call.record:
@@ -91,32 +97,35 @@ def note_forward(call: Call, forward: RecipeState, backward: RecipeState) -> Non
     region = current_region()
     if region is None:
         raise QuaverError("a forward outside of any region cannot use scaling states")
-    used = region.collector().used
+    collector = region.collector()
+    used = collector.used
     used.add(forward, call.record)
-    if torch.is_grad_enabled() and call.quantized:
+    if not torch.is_grad_enabled():
+        collector.trains |= requires_grad
+    elif call.quantized:
         used.add(backward, SEEN)
         if compiling:  # a compiled backward cannot say so itself
             backward_passes().compiled.add(backward, RECORDED)
     if not compiling:
-        recorded = call.record != SEEN
-        forward.last_use = (
-            LastUse(call.recipe, call.group, forward.updates, recorded)
-            if call.quantized and call.recipe is not None
-            else None
-        )
+        recipe = call.recipe if call.quantized else None
+        forward.uses.note(recipe, call.group, forward.updates, call.record != SEEN)
 
 
 def _recomputation(state: RecipeState | None) -> Call | None:
     """A forward inside a backward pass recomputes an earlier one: same recipe, same scales."""
-    if torch._C._current_graph_task_id() == -1 or state is None or state.last_use is None:
+    if state is None or torch._C._current_graph_task_id() == -1:
         return None
-    last = state.last_use
-    age = state.updates - last.updates
-    if age > 1:
-        raise RecipeError(
-            "a recomputed forward needs the scales that its first run used, but they were updated "
-            f"{age} times since; run backward before the next training step's forward"
+    use = state.uses.recomputed()
+    if use is None:
+        return None
+    if use.recipe is None:
+        return HIGH_PRECISION
+    if not torch.is_grad_enabled():  # its own backward would run on another thread's numbers
+        raise QuaverError(
+            "a reentrant checkpoint inside a reentrant checkpoint cannot repeat its scales; "
+            "pass use_reentrant=False to torch.utils.checkpoint"
         )
-    record = SEEN if last.recorded else RECORDED
+    record = SEEN if use.recorded else RECORDED
+    scales = state.scales_at(use.updates)
     outer = backward_passes().join()
-    return Call(last.recipe, True, record, last.group, again=age == 1, outer=outer)
+    return Call(use.recipe, True, record, use.group, again=scales, outer=outer)

@@ -8,8 +8,6 @@ unused rows are zero).
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from quaver.errors import CheckpointError
@@ -103,6 +101,8 @@ def _restore(
     history = flat.view(-1, slots)
     if not (torch.isfinite(scale).all() and (scale > 0).all()):
         raise CheckpointError(f"scales must be finite and positive, not {scale.tolist()}")
+    if not ((ready == 0) | (ready == 1)).all():
+        raise CheckpointError(f"every scale must be set (1) or not (0), not {ready.tolist()}")
     if torch.isnan(history).any() or (history < 0).any():
         raise CheckpointError("an amax history must hold no NaN and nothing negative")
     follow = recipe or DelayedScaling(amax_history_len=length)
@@ -110,6 +110,5 @@ def _restore(
     state.scale.copy_(scale)
     state.ready.copy_(ready)
     state.amax_history = resized_history(history, follow.amax_history_len)
-    known = [math.isclose(r, 1.0) for r in ready.tolist()]
-    state.unset = [u and not k for u, k in zip(state.unset, known, strict=True)]
+    state.unset = [u and r == 0 for u, r in zip(state.unset, ready.tolist(), strict=True)]
     return state

@@ -14,7 +14,7 @@ from quaver.kernels import custom_scale_update, scale_update
 from quaver.kernels.scale_update.reference import history_amax, next_scale
 from quaver.scaling.registry import Key, key_of, register
 from quaver.scaling.registry import slots as registered_slots
-from quaver.scaling.state import RecipeState
+from quaver.scaling.state import RecipeState, Scales
 from quaver.scaling.used import Used
 
 
@@ -60,8 +60,8 @@ def _update_locally(states: list[RecipeState], one_device: bool) -> None:
 def _update(states: list[RecipeState], amaxes: torch.Tensor | None) -> None:
     """Update states of one key on one device; `amaxes` as in the kernel `scale_update`."""
     recipe = states[0].recipe
-    torch._foreach_copy_([s.previous_scale for s in states], [s.scale for s in states])
-    torch._foreach_copy_([s.previous_ready for s in states], [s.ready for s in states])
+    if not torch.compiler.is_compiling():
+        _remember(states)
     if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
         _update_with_functions(states, amaxes)
     else:
@@ -74,9 +74,16 @@ def _update(states: list[RecipeState], amaxes: torch.Tensor | None) -> None:
             recipe.amax_compute_algo,
         )
     if not torch.compiler.is_compiling():
-        for state in states:
-            state.updates += 1
         _learn_readiness(states)
+
+
+def _remember(states: list[RecipeState]) -> None:
+    """Keep the scales as they are, for forwards that a later backward pass recomputes."""
+    tensors = [s.scale for s in states] + [s.ready for s in states]
+    copies = torch._foreach_add(tensors, 0.0)  # one launch for all of them
+    for state, scale, ready in zip(states, copies, copies[len(states) :], strict=False):
+        state.past.append(Scales(scale, ready))
+        state.updates += 1
 
 
 def _update_with_functions(states: list[RecipeState], amaxes: torch.Tensor | None) -> None:
@@ -107,7 +114,7 @@ def _learn_readiness(states: list[RecipeState]) -> None:
     From then on the host knows it, and their casts need no amax of their own first.
     """
     asking = [s for s in states if any(s.cast_unset)]
-    if not asking:
+    if not asking or asking[0].device.type == "meta":  # states there begin anew when they move
         return
     ready = torch.cat([s.ready for s in asking]).tolist()
     for state in asking:

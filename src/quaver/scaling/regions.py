@@ -36,6 +36,7 @@ class Region:
         self.outermost: Region | None = None  # the outermost active region, None: this one
         self.used = Used()
         self.keys: dict[Key, None] = {}
+        self.trains = False  # seen: an input that requires grad, under no_grad
 
     @property
     def active(self) -> bool:
@@ -77,9 +78,6 @@ def enter(region: Region) -> None:
         region.outermost = collector
     elif region.active:
         _thread.passes.settle()
-    if region.enabled:
-        recipe = region.recipe or DEFAULT_RECIPE
-        region.collector().keys[Key(recipe, region.group, "forward")] = None
     _thread.region = region
 
 
@@ -99,7 +97,8 @@ def _finish(region: Region) -> None:
     if not grad:
         finalized = set(states)
         discard([s for s in region.used.at_least(RECORDED) if s not in finalized])
-        _warn_uncalibrated(region.used)
+        if not region.trains:  # else it is the first run of a reentrant checkpoint
+            _warn_uncalibrated(region.used)
     if not torch.compiler.is_compiling():
         register_reduced(region.used.states)
     keys = region.keys if grad else ()
@@ -114,7 +113,10 @@ def _warn_uncalibrated(used: Used) -> None:
     modules = [
         state
         for state, what in used.states.items()
-        if what < CALIBRATED and not state.warned and any(state.cast_unset)
+        if state.mode == "forward"
+        and what < CALIBRATED
+        and not state.warned
+        and any(state.cast_unset)
     ]
     if not modules:
         return
@@ -162,7 +164,13 @@ class autocast(ContextDecorator):  # noqa: N801 - the name that users of PyTorch
         self._options = (recipe, enabled, calibrating, amax_reduction_group)
 
     def __enter__(self) -> None:
-        enter(Region(*self._options))
+        region = Region(*self._options)
+        enter(region)
+        if region.enabled:
+            # Takes part in the reduction even if this rank uses no module inside; the region of a
+            # single call names no recipe, and there the states that it uses say their keys.
+            key = Key(region.recipe or DEFAULT_RECIPE, region.group, "forward")
+            region.collector().keys[key] = None
 
     def __exit__(
         self,

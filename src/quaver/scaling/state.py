@@ -6,26 +6,27 @@ object, not a buffer: a buffer would be cast by `module.to(torch.bfloat16)`.
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 
-from quaver.errors import RecipeError
+from quaver.devices import has_current
+from quaver.errors import QuaverError, RecipeError
 from quaver.formats import MAX
 from quaver.kernels import amax, cast
 from quaver.kernels.cast.reference import scale_from_amax
 from quaver.recipe import DelayedScaling, Recipe
+from quaver.scaling.uses import KEPT, Uses
 from quaver.tensors import Payload
 
 
-class LastUse(NamedTuple):
-    """How the last forward used a state, for the same forward's recomputation in a backward."""
+class Scales(NamedTuple):
+    """A state's scales as they were between two updates."""
 
-    recipe: Recipe
-    group: Any
-    updates: int  # how many finalizations the state had seen
-    recorded: bool  # whether its amaxes were recorded
+    scale: torch.Tensor
+    ready: torch.Tensor
 
 
 class RecipeState:
@@ -53,7 +54,8 @@ class RecipeState:
         self.name = ""
         self.warned = False
         self.updates = 0
-        self.last_use: LastUse | None = None
+        self.uses = Uses()
+        self.past: deque[Scales] = deque(maxlen=KEPT)
         self.registered: set[Any] = set()
         known = recipe.first_scale == "one"
         self.unset = [not known] * num_quantizers
@@ -64,8 +66,6 @@ class RecipeState:
             self.scale = make((num_quantizers,), 1.0)
             self.ready = make((num_quantizers,), float(known))
             self.amax_history = make((recipe.amax_history_len, num_quantizers), 0.0)
-            self.previous_scale = self.scale.clone()
-            self.previous_ready = self.ready.clone()
 
     @staticmethod
     def create(
@@ -79,13 +79,16 @@ class RecipeState:
             device: where its tensors are made; never the current device.
 
         Raises:
-            RecipeError: an unknown mode, or a recipe without a state.
+            RecipeError: an unknown mode, a recipe without a state, or an accelerator without index.
         """
         if mode not in ("forward", "backward"):
             raise RecipeError(f'mode must be "forward" or "backward", not {mode!r}')
         if not isinstance(recipe, DelayedScaling):
             raise RecipeError(f"a recipe such as DelayedScaling() is needed, not {recipe!r}")
-        return RecipeState(recipe, mode, num_quantizers, torch.device(device))
+        place = torch.device(device)
+        if has_current(place) and place.index is None:
+            raise RecipeError(f"a device with an index is needed, such as {place}:0, not {place}")
+        return RecipeState(recipe, mode, num_quantizers, place)
 
     @property
     def num_quantizers(self) -> int:
@@ -112,19 +115,38 @@ class RecipeState:
         if self.unset[slot]:
             self.cast_unset[slot] = True
 
-    def quantize(self, x: torch.Tensor, slot: int, *, record: bool, again: bool = False) -> Payload:
+    def scales_at(self, updates: int) -> Scales | None:
+        """The scales as they were after `updates` updates; None: as they are now.
+
+        Raises:
+            QuaverError: that is too long ago.
+        """
+        age = self.updates - updates
+        if age == 0:
+            return None
+        if age > len(self.past):
+            raise QuaverError(
+                f"a recomputed forward needs the scales that its first run used, {age} updates ago,"
+                f" but {len(self.past)} are kept; run its backward earlier"
+            )
+        return self.past[-age]
+
+    def quantize(
+        self, x: torch.Tensor, slot: int, *, record: bool, again: Scales | None = None
+    ) -> Payload:
         """Cast x with the scale of `slot`.
 
         Args:
             x: [..., K], high precision, on the state's device.
             record: raise the slot's amax to max|x|.
-            again: a recomputation; use the scale from before the last update.
+            again: in a recomputation, the scales of the first run.
         """
         scale, ready = self.scale, self.ready if self.unset[slot] else None
-        if again:
-            scale, ready = self.previous_scale, self.previous_ready
+        if again is not None:
+            scale, ready = again
         history = self.amax_history if record else None
-        data, _, scale_inv = cast(x, scale, history, ready, slot, self.dtype, False)
+        margin = self.recipe.margin
+        data, _, scale_inv = cast(x, scale, history, ready, slot, self.dtype, False, margin)
         return Payload(data, scale_inv)
 
     def observe(self, x: torch.Tensor, slot: int) -> None:
@@ -150,8 +172,9 @@ class RecipeState:
             return False
         if recipe.amax_history_len != self.amax_history.shape[0]:
             self.amax_history = resized_history(self.amax_history, recipe.amax_history_len)
-        if recipe.first_scale == "one":
+        if recipe.first_scale == "one" and any(self.unset):
             self.unset = [False] * self.num_quantizers
+            self.ready.fill_(1.0)
         self.recipe = recipe
         return True
 
@@ -165,6 +188,7 @@ class RecipeState:
         with torch.inference_mode(False), torch.no_grad():
             for name in _TENSORS:
                 setattr(self, name, getattr(self, name).to(device))
+        self.past.clear()
 
     def copy(self) -> RecipeState:
         """An independent state with the same values; it registers itself when it is used."""
@@ -177,7 +201,7 @@ class RecipeState:
     def __getstate__(self) -> dict[str, Any]:
         # Registration and process group belong to this object, not to what it holds.
         state = dict(self.__dict__)
-        state.update(registered=set(), group=None, last_use=None)
+        state.update(registered=set(), group=None, uses=Uses(), past=deque(maxlen=KEPT))
         state.update(unset=list(self.unset), cast_unset=list(self.cast_unset))
         return state
 
@@ -185,14 +209,15 @@ class RecipeState:
         self.__dict__.update(state)
 
 
-_TENSORS = ("scale", "ready", "amax_history", "previous_scale", "previous_ready")
+_TENSORS = ("scale", "ready", "amax_history")
 
 
 def resized_history(history: torch.Tensor, length: int) -> torch.Tensor:
     """`history` [L, n] as [length, n]: row 0 (accumulating) and the newest rows, at the end."""
-    new = history.new_zeros(length, history.shape[1])
-    new[0] = history[0]
-    kept = min(length, history.shape[0]) - 1
-    if kept:
-        new[-kept:] = history[-kept:]
+    with torch.inference_mode(False), torch.no_grad():
+        new = history.new_zeros(length, history.shape[1])
+        new[0] = history[0]
+        kept = min(length, history.shape[0]) - 1
+        if kept:
+            new[-kept:] = history[-kept:]
     return new

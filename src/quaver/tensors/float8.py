@@ -36,6 +36,7 @@ class Float8Tensor(QuantizedTensor):
     columnwise_data: torch.Tensor | None
     rowwise_scale_inv: torch.Tensor
     quantizer: Any
+    is_payload_view: bool
     handlers: ClassVar[dict[Any, Callable[..., Any]]] = {}
 
     @staticmethod
@@ -69,6 +70,7 @@ class Float8Tensor(QuantizedTensor):
         self.columnwise_data = columnwise_data
         self.rowwise_scale_inv = rowwise_scale_inv
         self.quantizer = quantizer
+        self.is_payload_view = False
         return self
 
     @property
@@ -91,7 +93,7 @@ class Float8Tensor(QuantizedTensor):
         """The row-wise payload as plain tensors; made from the column-wise one if need be."""
         data = self.rowwise_data
         if data is None:
-            data = self._any_data().t().reshape(self.shape)
+            data = self._any_data().t().contiguous().view(self.shape)
         return Payload(data, self.rowwise_scale_inv)
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -109,7 +111,12 @@ class Float8Tensor(QuantizedTensor):
         return self._any_data().data_ptr()
 
     def assign(self, value: torch.Tensor) -> None:
-        """Quantize `value` into this tensor in place: with its quantizer, else its own amax."""
+        """Quantize `value` into this tensor in place: with its quantizer, else its own amax.
+
+        Raises:
+            NotImplementedError: this is a view, whose scale is the whole tensor's.
+        """
+        self.refuse_write_to_view()
         if self.quantizer is not None:
             fresh = self.quantizer(value.to(self.dtype))
             parts = (fresh.rowwise_data, fresh.columnwise_data, fresh.rowwise_scale_inv)
@@ -125,6 +132,14 @@ class Float8Tensor(QuantizedTensor):
             mine = getattr(self, name)
             if mine is not None:
                 mine.copy_(part)
+
+    def refuse_write_to_view(self) -> None:
+        """Raise if this is a view: a new scale for it would change the values around it."""
+        if self.is_payload_view:
+            raise NotImplementedError(
+                "a view of a Float8Tensor cannot be written to; write to the whole tensor, or to "
+                "what `.dequantize()` gives"
+            )
 
     def get_high_precision_init_val(self) -> torch.Tensor | None:
         """The value before quantization, on the CPU, if its making was asked to preserve it."""
@@ -174,17 +189,19 @@ class Float8Tensor(QuantizedTensor):
         return twin
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        rowwise, columnwise = (  # as bytes: pickle itself does not know FP8 storages
+            None if data is None else data.view(torch.uint8)
+            for data in (self.rowwise_data, self.columnwise_data)
+        )
         args = (
-            self.rowwise_data,
+            (rowwise, columnwise, self.fp8_dtype),
             self.rowwise_scale_inv,
-            self.columnwise_data,
             self.dtype,
             self.shape,
-            None,  # a quantizer's state belongs to its module, not to a file
             self.requires_grad,
             isinstance(self, nn.Parameter),
         )
-        return rebuild, args
+        return restore, args
 
 
 def rebuild(
@@ -194,21 +211,27 @@ def rebuild(
     dtype: torch.dtype,
     shape: torch.Size,
     quantizer: Any,
-    requires_grad: bool = False,
-    is_parameter: bool = False,
 ) -> Float8Tensor:
-    """A Float8Tensor from its parts; what unpickling calls."""
-    tensor = Float8Tensor(
-        rowwise_data,
-        scale_inv,
-        columnwise_data,
-        dtype=dtype,
-        shape=shape,
-        quantizer=quantizer,
-        requires_grad=requires_grad,
+    """A Float8Tensor from its parts."""
+    return Float8Tensor(
+        rowwise_data, scale_inv, columnwise_data, dtype=dtype, shape=shape, quantizer=quantizer
     )
+
+
+def restore(
+    payload: tuple[torch.Tensor | None, torch.Tensor | None, torch.dtype],
+    scale_inv: torch.Tensor,
+    dtype: torch.dtype,
+    shape: torch.Size,
+    requires_grad: bool,
+    is_parameter: bool,
+) -> Float8Tensor:
+    """A Float8Tensor from what pickling wrote; a quantizer belongs to a module, not to a file."""
+    rowwise, columnwise = (None if x is None else x.view(payload[2]) for x in payload[:2])
+    tensor = rebuild(rowwise, scale_inv, columnwise, dtype, shape, None)
     if is_parameter:
         return cast_type(Float8Tensor, nn.Parameter(tensor, requires_grad=requires_grad))
+    tensor.requires_grad_(requires_grad)
     return tensor
 
 
@@ -230,4 +253,4 @@ def wrap_like(tensor: Float8Tensor, requires_grad: bool = False) -> Float8Tensor
     return twin
 
 
-torch.serialization.add_safe_globals([Float8Tensor, rebuild])
+torch.serialization.add_safe_globals([Float8Tensor, restore])

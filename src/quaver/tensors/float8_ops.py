@@ -26,7 +26,10 @@ def _share(func: Any, tensor: Float8Tensor, *args: Any) -> Float8Tensor:
 
 def _to_copy(func: Any, tensor: Float8Tensor, **kwargs: Any) -> Float8Tensor:
     dtype = kwargs.pop("dtype", None)
-    return map_payload(tensor, lambda part: func(part, **kwargs), dtype)
+    moved = map_payload(tensor, lambda part: func(part, **kwargs), dtype)
+    if moved.quantizer is not None and moved.device != tensor.device:
+        moved.quantizer = moved.quantizer.to(moved.device)
+    return moved
 
 
 def _empty_like(func: Any, tensor: Float8Tensor, **kwargs: Any) -> torch.Tensor:
@@ -37,13 +40,14 @@ def _empty_like(func: Any, tensor: Float8Tensor, **kwargs: Any) -> torch.Tensor:
 def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
     if not isinstance(target, Float8Tensor):
         return target.copy_(source.dequantize(), non_blocking=non_blocking)
+    target.refuse_write_to_view()
     if isinstance(source, Float8Tensor) and source.fp8_dtype == target.fp8_dtype:
         data, scale_inv = source.payload()
         if target.rowwise_data is not None:
             target.rowwise_data.copy_(data, non_blocking=non_blocking)
         if target.columnwise_data is not None:
-            rows = data.reshape(-1, data.shape[-1])
-            target.columnwise_data.copy_(rows.t(), non_blocking=non_blocking)
+            rows = target.columnwise_data.shape[::-1]
+            target.columnwise_data.copy_(data.reshape(rows).t(), non_blocking=non_blocking)
         target.rowwise_scale_inv.copy_(scale_inv, non_blocking=non_blocking)
         return target
     target.assign(plain(source).to(target.device).expand(target.shape))
@@ -57,13 +61,17 @@ def _view(func: Any, tensor: Float8Tensor, *args: Any) -> Float8Tensor:
     columnwise = tensor.columnwise_data
     if viewed.shape[-1:] != tensor.shape[-1:] or viewed.numel() != tensor.numel():
         columnwise = None
-    return rebuild(viewed, scale_inv, columnwise, tensor.dtype, viewed.shape, tensor.quantizer)
+    view = rebuild(viewed, scale_inv, columnwise, tensor.dtype, viewed.shape, None)
+    view.is_payload_view = True
+    return view
 
 
 def _transpose(func: Any, tensor: Float8Tensor, *args: Any) -> Float8Tensor:
     data, scale_inv = tensor.payload()
     turned = func(data, *args)
-    return rebuild(turned, scale_inv, None, tensor.dtype, turned.shape, None)
+    view = rebuild(turned, scale_inv, None, tensor.dtype, turned.shape, None)
+    view.is_payload_view = True
+    return view
 
 
 def _equal(func: Any, left: Any, right: Any) -> bool:

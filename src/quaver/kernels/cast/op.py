@@ -1,5 +1,7 @@
 """The operator `cast`."""
 
+import math
+
 import torch
 
 from quaver.kernels.cast import reference
@@ -8,7 +10,7 @@ from quaver.kernels.library import define
 
 _SCHEMA = (
     "(Tensor x, Tensor scale, Tensor(a!)? amax, Tensor? ready, int slot, ScalarType dtype, "
-    "bool columnwise) -> (Tensor, Tensor, Tensor)"
+    "bool columnwise, int margin=0) -> (Tensor, Tensor, Tensor)"
 )
 
 
@@ -20,9 +22,10 @@ def _fake(
     slot: int,
     dtype: torch.dtype,
     columnwise: bool,
+    margin: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     data = x.new_empty(x.shape, dtype=dtype)
-    rows = x.numel() // max(x.shape[-1], 1)
+    rows = math.prod(x.shape[:-1])
     transposed = data.new_empty((x.shape[-1], rows) if columnwise else (0,))
     return data, transposed, scale.new_empty(1)
 

@@ -1,5 +1,7 @@
 """Casting to FP8 with one scale a tensor, written out as a specification."""
 
+import math
+
 import torch
 
 from quaver.formats import FLOAT32_MAX, MAX
@@ -39,6 +41,7 @@ def cast(
     slot: int,
     dtype: torch.dtype,
     columnwise: bool,
+    margin: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q = saturate(x * scale), rounded to nearest even; NaN becomes 0x7F, inf saturates.
 
@@ -51,6 +54,7 @@ def cast(
         slot: which element of the three.
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         columnwise: also return the transposed payload.
+        margin: the scale of x's own amax is divided by 2^margin.
 
     Returns:
         The payload [..., K] in `dtype`; the transposed payload [K, M], M the product of the leading
@@ -64,12 +68,13 @@ def cast(
             cell.copy_(torch.maximum(cell, seen))
         if ready is not None:
             is_ready = ready.view(-1)[slot] > 0
-            used = torch.where(is_ready, used, scale_from_amax(seen, MAX[dtype]))
+            used = torch.where(is_ready, used, scale_from_amax(seen, MAX[dtype] * 2.0**-margin))
     limit = MAX[dtype]
     scaled = (x.to(torch.float32) * used).clamp_(-limit, limit)
     data = one_nan(scaled.to(dtype, memory_format=torch.contiguous_format))
     if columnwise:
-        transposed = data.reshape(-1, data.shape[-1]).t().contiguous()
+        rows = data.reshape(math.prod(data.shape[:-1]), data.shape[-1])
+        transposed = rows.t().clone(memory_format=torch.contiguous_format)
     else:
         transposed = data.new_empty(0)
     return data, transposed, divide(1.0, used).reshape(1)

@@ -1,0 +1,172 @@
+"""What a conversion is going to do, decided completely before anything changes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from quaver.conversion.errors import ConversionError
+from quaver.conversion.parents import ChildUse, weight_reads
+from quaver.conversion.places import Place, places_of, users_of_parameters
+from quaver.conversion.report import BypassedLayer, SkippedLayer, class_name
+from quaver.conversion.rules import RuleList
+from quaver.conversion.swap import has_replaced_forward, has_twin, is_exact_twin, is_transposed
+from quaver.nn import QuantizedLinear
+from quaver.recipe import Recipe
+from quaver.tensors import Float8Tensor
+
+_HIGH_PRECISION = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class LayerPlan:
+    """One layer that is converted; `quantize` says whether its weight becomes FP8 now."""
+
+    name: str
+    module: nn.Module
+    recipe: Recipe | None
+    quantize: bool
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def converted(self) -> QuantizedLinear:
+        """The module, once it is Quaver's."""
+        return cast(QuantizedLinear, self.module)
+
+
+@dataclass
+class Plan:
+    """All that a conversion does, and what it leaves."""
+
+    layers: list[LayerPlan] = field(default_factory=list)
+    skipped: list[SkippedLayer] = field(default_factory=list)
+    bypassed: list[BypassedLayer] = field(default_factory=list)
+
+
+def make_plan(
+    model: nn.Module,
+    recipe: Recipe | None,
+    rules: RuleList,
+    *,
+    quantize: bool,
+    include_subclasses: bool,
+) -> Plan:
+    """Decide about every linear layer of `model`.
+
+    Raises:
+        ConversionError: a predicate failed, or a weight that is to be quantized is on no device.
+    """
+    plan = Plan()
+    for module, places in places_of(model).items():
+        if not has_twin(module):
+            continue
+        name = places[0].name
+        decision = rules.decide([place.name for place in places], module)
+        uses = _weight_reads(places)
+        reason = decision.skip_reason or _obstacle(module, uses, include_subclasses)
+        if reason:
+            if isinstance(module, QuantizedLinear):
+                reason += "; it is Quaver's already and stays so"
+            plan.skipped.append(SkippedLayer(name, class_name(type(module)), reason))
+            continue
+        layer = LayerPlan(name, module, decision.recipe or recipe, quantize)
+        _note_aliases(layer, places)
+        for parent, use in uses:
+            _note_bypass(plan, layer, parent, use)
+        plan.layers.append(layer)
+    if quantize:
+        _keep_shared_weights(model, plan.layers)
+    for layer in plan.layers:
+        _check_weight(layer)
+    return plan
+
+
+def _weight_reads(places: Sequence[Place]) -> list[tuple[nn.Module, ChildUse]]:
+    """The parents whose own code computes with the weight of the module at `places`."""
+    reads = []
+    for place in places:
+        if place.parent is not None:
+            use = weight_reads(place.parent).get(place.child)
+            if use is not None:
+                reads.append((place.parent, use))
+    return reads
+
+
+def _obstacle(
+    module: nn.Module, uses: list[tuple[nn.Module, ChildUse]], include_subclasses: bool
+) -> str:
+    """Why `module` cannot be converted; empty if it can."""
+    for parent, use in uses:
+        if not use.calls:
+            return f"its parent {class_name(type(parent))} reads .weight itself and never calls it"
+    if isinstance(module, QuantizedLinear):
+        return ""
+    weight = module._parameters.get("weight")
+    if weight is None:
+        return "its weight is no parameter of its own (weight norm, or a parametrization)"
+    if is_lazy(weight):
+        return "it has no weight yet; call the model once, then convert"
+    if type(weight) is not nn.Parameter and not isinstance(weight, Float8Tensor):
+        return f"its weight is a {class_name(type(weight))}, not a plain parameter"
+    if weight.dtype not in _HIGH_PRECISION:
+        return f"its weight is {weight.dtype}, which is not high precision"
+    if has_replaced_forward(module):
+        return "its forward is replaced on the instance, so that a class's own would never run"
+    if not is_exact_twin(module) and not include_subclasses:
+        return "a subclass, whose own forward may differ; include_subclasses=True converts it"
+    return ""
+
+
+def _note_aliases(layer: LayerPlan, places: Sequence[Place]) -> None:
+    if len(places) > 1:
+        layer.notes.append("also " + ", ".join(place.name for place in places[1:]))
+
+
+def _note_bypass(plan: Plan, layer: LayerPlan, parent: nn.Module, use: ChildUse) -> None:
+    where = ", ".join(use.reads)
+    parent_class = class_name(type(parent))
+    reason = f"{parent_class} computes with .weight itself in {where}: there, without FP8"
+    plan.bypassed.append(BypassedLayer(layer.name, class_name(type(layer.module)), reason))
+    if layer.quantize:
+        layer.quantize = False
+        layer.notes.append("weight kept: its parent reads it")
+
+
+def _keep_shared_weights(model: nn.Module, layers: list[LayerPlan]) -> None:
+    """Quantize a shared weight only where all of its users are layers that will read FP8."""
+    users = users_of_parameters(model)
+    by_module = {layer.module: layer for layer in layers}
+    for layer in layers:
+        if not layer.quantize:
+            continue
+        for user in users.get(id(layer.module._parameters.get("weight")), []):
+            other = by_module.get(user.module)
+            if (
+                other is None
+                or user.parameter != "weight"
+                or not other.quantize
+                or is_transposed(user.module) != is_transposed(layer.module)
+            ):
+                layer.notes.append(f"weight kept: tied to {user.name}")
+                break
+    for layer in layers:
+        if any(note.startswith("weight kept: tied") for note in layer.notes):
+            layer.quantize = False
+
+
+def _check_weight(layer: LayerPlan) -> None:
+    weight = layer.module._parameters.get("weight")
+    if isinstance(weight, Float8Tensor):
+        layer.quantize = False
+        layer.notes.append("weight is FP8 already")
+    if weight is None or weight.device.type != "meta":
+        return
+    if layer.quantize:
+        raise ConversionError(
+            f"weights='quantize' needs the values of {layer.name}.weight, but it is offloaded or "
+            f"not loaded yet (device meta); convert before dispatch_model, or use weights='keep'"
+        )
+    layer.notes.append("no values yet; its scale comes from its first use")

@@ -1,0 +1,173 @@
+"""What a conversion did, layer by layer, as values and as a readable table."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from io import StringIO
+from typing import Literal
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from quaver.recipe import Recipe
+
+TABLE_WIDTH = 120
+
+WeightsOutcome = Literal["kept", "quantized", "dequantized"]
+
+
+@dataclass(frozen=True)
+class ConvertedLayer:
+    """A layer whose class was swapped, or that was Quaver's already and got a recipe.
+
+    Args:
+        name: qualified name, of its first occurrence if the model holds it several times.
+        class_before, class_after: names of the classes, with their modules.
+        device: of its weight; None if it has none.
+        recipe: the recipe now attached; None if it needs an `autocast` to run in FP8.
+        weights: "kept" in high precision, "quantized" to FP8, or "dequantized" from it.
+        note: anything else that a user should know; may be empty.
+    """
+
+    name: str
+    class_before: str
+    class_after: str
+    device: torch.device | None
+    recipe: Recipe | None
+    weights: WeightsOutcome
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class SkippedLayer:
+    """A linear layer that was left as it is, and why."""
+
+    name: str
+    class_name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class BypassedLayer:
+    """A converted layer that its parent does not always call, so that FP8 does not always run."""
+
+    name: str
+    class_name: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class AdjustedModule:
+    """A parent of converted layers, of which a setting was changed so that it calls them."""
+
+    name: str
+    class_name: str
+    change: str
+
+
+@dataclass(frozen=True)
+class UnmatchedRule:
+    """A rule that decided about no layer: `given_as` says where it stood, such as "rules[1]"."""
+
+    given_as: str
+    match: str
+    matches: str
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What `convert` or `convert_back` did; `str(report)` is a table."""
+
+    converted: tuple[ConvertedLayer, ...] = ()
+    skipped: tuple[SkippedLayer, ...] = ()
+    bypassed: tuple[BypassedLayer, ...] = ()
+    adjusted: tuple[AdjustedModule, ...] = ()
+    unmatched_rules: tuple[UnmatchedRule, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+
+    def __str__(self) -> str:
+        sections = [self._converted_table()]
+        if self.skipped:
+            rows = [(layer.name, layer.class_name, layer.reason) for layer in self.skipped]
+            sections.append(render("Left as they are", ("layer", "class", "why"), rows))
+        if self.bypassed:
+            rows = [(layer.name, layer.class_name, layer.reason) for layer in self.bypassed]
+            sections.append(render("Bypassed by their parents", ("layer", "class", "how"), rows))
+        if self.adjusted:
+            rows = [(module.name, module.class_name, module.change) for module in self.adjusted]
+            sections.append(render("Parents adjusted", ("module", "class", "change"), rows))
+        if self.unmatched_rules:
+            rows = [(rule.given_as, rule.match, rule.matches) for rule in self.unmatched_rules]
+            title = "Rules that decided nothing"
+            sections.append(render(title, ("rule", "pattern", "matches"), rows))
+        sections.extend(self.notes)
+        return "\n".join(sections)
+
+    def _converted_table(self) -> str:
+        if not self.converted:
+            return "No layer was converted."
+        recipes = recipe_labels(layer.recipe for layer in self.converted)
+        rows = [
+            (
+                layer.name,
+                f"{layer.class_before} → {layer.class_after}",
+                str(layer.device),
+                recipes[layer.recipe],
+                layer.weights,
+                layer.note,
+            )
+            for layer in self.converted
+        ]
+        columns = ("layer", "class", "device", "recipe", "weights", "note")
+        return render(f"{counted(rows)} converted", columns, rows) + recipe_legend(recipes)
+
+
+def class_name(cls: type) -> str:
+    """`cls` with its top package, as people call it: "torch Linear", "quaver Linear"."""
+    return f"{cls.__module__.split('.')[0]} {cls.__qualname__}"
+
+
+def counted(layers: Sequence[object]) -> str:
+    """How many layers, in words."""
+    return f"{len(layers)} layer" + ("s" if len(layers) != 1 else "")
+
+
+def recipe_labels(recipes: Iterable[Recipe | None]) -> dict[Recipe | None, str]:
+    """A short label for each different recipe: its class, numbered where there are several."""
+    distinct = list(dict.fromkeys(recipes))
+    classes = [type(recipe).__name__ for recipe in distinct]
+    labels: dict[Recipe | None, str] = {}
+    for recipe, name in zip(distinct, classes, strict=True):
+        number = f" #{sum(label.startswith(name) for label in labels.values()) + 1}"
+        several = classes.count(name) > 1
+        labels[recipe] = "–" if recipe is None else name + (number if several else "")
+    return labels
+
+
+def recipe_legend(labels: dict[Recipe | None, str]) -> str:
+    """The recipes in full, one a line, for below a table that has their labels."""
+    return "".join(f"\n{label}: {recipe}" for recipe, label in labels.items() if recipe is not None)
+
+
+def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table as plain text, columns without content left out; names in the first one stay whole.
+
+    A name that is empty is that of the model itself.
+    """
+    cells = [(row[0] or "(the model itself)", *row[1:]) for row in rows]
+    used = [i for i in range(len(columns)) if any(row[i] for row in cells)]
+    table = Table(title=title, title_justify="left", title_style="")
+    for i in used:
+        table.add_column(columns[i], overflow="fold", no_wrap=i == 0)
+    for row in cells:
+        table.add_row(*(row[i] for i in used))
+    longest = max(len(row[0]) for row in cells)
+    buffer = StringIO()
+    console = Console(
+        file=buffer,
+        width=max(TABLE_WIDTH, longest + TABLE_WIDTH // 2),
+        markup=False,
+        highlight=False,
+    )
+    console.print(table)
+    return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().split("\n"))

@@ -1,0 +1,152 @@
+"""What runs where in a converted model, as values and as a readable table."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from quaver.conversion.errors import ConversionError
+from quaver.conversion.report import counted, recipe_labels, recipe_legend, render
+from quaver.devices import fp8_gemm_path
+from quaver.nn import QuantizedLinear
+from quaver.recipe import Recipe
+from quaver.scaling import RecipeState
+from quaver.tensors import Float8Tensor
+
+_INPUT_SLOT = 0
+
+
+@dataclass(frozen=True)
+class LayerStatus:
+    """One of Quaver's layers as it is now.
+
+    Args:
+        name: qualified name.
+        class_name: name of its class.
+        device: where it computes; of an offloaded layer, where its weights are taken to for that.
+        offloaded: whether its weights are on the meta device now.
+        recipe: the attached recipe; None: it runs in FP8 inside `autocast` only.
+        path: how its FP8 products are computed on `device`, natively or emulated, and why.
+        scales_device: where its scales are; None while it has none.
+        calibrated: whether a scale of its input is known, from calibration, training or a
+            checkpoint; if not, each input's own amax is used.
+        weight_dtype: of its weight, the FP8 dtype if it is quantized.
+        weight_bytes: of its weight and bias, scales included.
+    """
+
+    name: str
+    class_name: str
+    device: torch.device
+    offloaded: bool
+    recipe: Recipe | None
+    path: str
+    scales_device: torch.device | None
+    calibrated: bool
+    weight_dtype: torch.dtype
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """All of Quaver's layers in a model; `str(status)` is a table.
+
+    Args:
+        layers: in the model's order.
+        other_linears: how many nn.Linear layers the model has that are not Quaver's.
+        weight_bytes: of all parameters of these layers, shared ones counted once.
+    """
+
+    layers: tuple[LayerStatus, ...]
+    other_linears: int
+    weight_bytes: int
+
+    def __str__(self) -> str:
+        if not self.layers:
+            return f"No layer is Quaver's ({self.other_linears} are nn.Linear)."
+        recipes = recipe_labels(layer.recipe for layer in self.layers)
+        rows = [
+            (
+                layer.name,
+                layer.class_name,
+                f"{layer.device}, offloaded" if layer.offloaded else str(layer.device),
+                recipes[layer.recipe],
+                "–" if layer.scales_device is None else str(layer.scales_device),
+                "yes" if layer.calibrated else "no",
+                str(layer.weight_dtype).removeprefix("torch."),
+                f"{layer.weight_bytes:,}",
+            )
+            for layer in self.layers
+        ]
+        columns = ("layer", "class", "device", "recipe", "scales on", "calibrated", "weight")
+        table = render(f"{counted(rows)} of Quaver's", (*columns, "bytes"), rows)
+        paths = dict.fromkeys((layer.device, layer.path) for layer in self.layers)
+        lines = [f"{device}: FP8 products {path}" for device, path in paths]
+        lines.append(f"Weights of these layers: {self.weight_bytes:,} bytes.")
+        lines.append(f"nn.Linear layers that are not Quaver's: {self.other_linears}.")
+        return table + recipe_legend(recipes) + "\n" + "\n".join(lines)
+
+
+def status(model: nn.Module) -> ModelStatus:
+    """What each of Quaver's layers in `model` runs on, with which recipe and how, at this moment.
+
+    Raises:
+        ConversionError: `model` is not a module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConversionError(f"model must be an nn.Module, not {type(model).__name__}")
+    layers, others = [], 0
+    parameters: dict[int, torch.Tensor] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            layers.append(_layer_status(name, module))
+            parameters.update((id(p), p) for p in module._parameters.values() if p is not None)
+        elif isinstance(module, nn.Linear):
+            others += 1
+    total = sum(_bytes(parameter) for parameter in parameters.values())
+    return ModelStatus(tuple(layers), others, total)
+
+
+def _layer_status(name: str, module: QuantizedLinear) -> LayerStatus:
+    weight = module.weight
+    own = [parameter for parameter in module._parameters.values() if parameter is not None]
+    forward = module.recipe_states.get("forward")
+    device = _computes_on(module, weight)
+    return LayerStatus(
+        name=name,
+        class_name=type(module).__name__,
+        device=device,
+        offloaded=weight.device.type == "meta",
+        recipe=module.recipe,
+        path=fp8_gemm_path(device),
+        scales_device=None if forward is None else forward.device,
+        calibrated=forward is not None and _is_calibrated(forward),
+        weight_dtype=weight.fp8_dtype if isinstance(weight, Float8Tensor) else weight.dtype,
+        weight_bytes=sum(_bytes(parameter) for parameter in own),
+    )
+
+
+def _computes_on(module: nn.Module, weight: torch.Tensor) -> torch.device:
+    """The weight's device, or where accelerate takes an offloaded weight for each call."""
+    if weight.device.type == "meta":
+        hook = getattr(module, "_hf_hook", None)
+        for each in getattr(hook, "hooks", (hook,)):
+            execution_device = getattr(each, "execution_device", None)
+            if execution_device is not None:
+                return torch.device(execution_device)
+    return weight.device
+
+
+def _is_calibrated(forward: RecipeState) -> bool:
+    if forward.device.type == "meta":
+        return False
+    if forward.recipe.first_scale == "one":  # then a scale is "known" from the start
+        seen = forward.amax_history[:, _INPUT_SLOT].any() or forward.scale[_INPUT_SLOT] != 1
+        return bool(seen)
+    return bool(forward.ready[_INPUT_SLOT] > 0)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    if isinstance(tensor, Float8Tensor):
+        parts = (tensor.rowwise_data, tensor.columnwise_data, tensor.rowwise_scale_inv)
+        return sum(_bytes(part) for part in parts if part is not None)
+    return tensor.numel() * tensor.element_size()
