@@ -14,7 +14,7 @@ from quaver.errors import RecipeError
 from quaver.nn.tracing import refresh_states
 from quaver.recipe import DelayedScaling, Recipe
 from quaver.scaling import Call, RecipeState, begin_call, current_region, end_call, note_forward
-from quaver.scaling.calls import HIGH_PRECISION
+from quaver.scaling.calls import HIGH_PRECISION, note_high_precision
 from quaver.scaling.extra_state import pack, unpack
 from quaver.tensors import Payload
 
@@ -101,7 +101,7 @@ class QuantizedModule(nn.Module):
                     self._prepare_states(call.recipe, device)
                     self._note(call, x.requires_grad)
                 elif state is not None:
-                    state.uses.note(None, None, state.updates, recorded=False)
+                    note_high_precision(state)
         except BaseException:
             end_call(call)
             unpin(device, previous)

@@ -11,6 +11,7 @@ from quaver.recipe import DEFAULT_RECIPE, Recipe
 from quaver.scaling.regions import Region, backward_passes, current_region, enter, leave
 from quaver.scaling.state import RecipeState, Scales
 from quaver.scaling.used import CALIBRATED, RECORDED, SEEN, Used
+from quaver.scaling.uses import Use
 
 
 class Call(NamedTuple):
@@ -108,7 +109,13 @@ def note_forward(
             backward_passes().compiled.add(backward, RECORDED)
     if not compiling:
         recipe = call.recipe if call.quantized else None
-        forward.uses.note(recipe, call.group, forward.updates, call.record != SEEN)
+        forward.uses.note(Use(recipe, call.group, forward.updates, call.record != SEEN))
+
+
+def note_high_precision(forward: RecipeState) -> None:
+    """Note a forward without quantization of a module that has states."""
+    if torch._C._current_graph_task_id() == -1:  # else it is a recomputation of one
+        forward.uses.note(Use(None, None, forward.updates, recorded=False))
 
 
 def _recomputation(state: RecipeState | None) -> Call | None:
@@ -120,11 +127,6 @@ def _recomputation(state: RecipeState | None) -> Call | None:
         return None
     if use.recipe is None:
         return HIGH_PRECISION
-    if not torch.is_grad_enabled():  # its own backward would run on another thread's numbers
-        raise QuaverError(
-            "a reentrant checkpoint inside a reentrant checkpoint cannot repeat its scales; "
-            "pass use_reentrant=False to torch.utils.checkpoint"
-        )
     record = SEEN if use.recorded else RECORDED
     scales = state.scales_at(use.updates)
     outer = backward_passes().join()

@@ -1,0 +1,1 @@
+"""The command line: ``quaver demo`` and its siblings."""

@@ -1,0 +1,39 @@
+"""What the person chose on the command line, checked before anything slow starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quaver import recipe as recipes
+from quaver.cli.errors import CommandError
+
+RECIPES = {"delayed": recipes.DelayedScaling}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoOptions:
+    """The arguments of ``quaver demo``; None means the demo's own model, text or no JSON."""
+
+    model: Path | None = None
+    text: Path | None = None
+    devices: str = "auto"
+    recipe: str = "delayed"
+    json: Path | None = None
+
+    def make_recipe(self) -> recipes.DelayedScaling:
+        """The recipe by its name; raises CommandError for a name that is none."""
+        if self.recipe not in RECIPES:
+            raise CommandError(
+                f"unknown recipe {self.recipe!r}; --recipe takes one of: {', '.join(RECIPES)}"
+            )
+        return RECIPES[self.recipe]()
+
+    def check_json(self) -> None:
+        """Raise CommandError when the JSON file could not be written after minutes of work."""
+        if self.json is None:
+            return
+        if self.json.is_dir():
+            raise CommandError(f"--json {self.json} is a folder; name a file")
+        if not self.json.parent.is_dir():
+            raise CommandError(f"--json {self.json}: the folder {self.json.parent} does not exist")

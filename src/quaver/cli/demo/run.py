@@ -1,0 +1,58 @@
+"""The demo from beginning to end."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from quaver.cli.demo.corpus import make_corpus, read_text
+from quaver.cli.demo.devices import find_devices, start_devices
+from quaver.cli.demo.evaluate import Step
+from quaver.cli.demo.measure import measure
+from quaver.cli.demo.model import check_installed, load_model
+from quaver.cli.demo.options import DemoOptions
+from quaver.cli.demo.report import print_report
+from quaver.cli.demo.result import DemoResult
+from quaver.cli.demo.split import place
+
+
+def run_demo(options: DemoOptions) -> DemoResult:
+    """Measure a model in full precision and in FP8, on one device and split; print the tables.
+
+    What is wrong with the options raises CommandError, as far as possible before the slow part.
+    """
+    started = time.perf_counter()
+    recipe = options.make_recipe()
+    text = read_text(options.text)
+    options.check_json()
+    check_installed(options.model)
+    names = find_devices(options.devices)
+    stderr = Console(file=sys.stderr)
+    with stderr.status("starting the devices"):
+        devices = start_devices(names)
+    with stderr.status("loading the model"):
+        language = load_model(options.model)
+        corpus = make_corpus(text, language.encode, language.context)
+        places = place(language.model, devices)
+    with _progress(stderr) as progress:
+
+        def stage(name: str, steps: int) -> Step:
+            task = progress.add_task(name, total=steps)
+            return lambda: progress.advance(task)
+
+        result = measure(language, corpus, places, recipe, stage)
+    screen = Console()
+    screen.print(f"{language.name}, {time.perf_counter() - started:.0f} s")
+    print_report(result, screen)
+    if options.json is not None:
+        result.write(options.json)
+        screen.print(f"written to {options.json}", markup=False, soft_wrap=True)
+    return result
+
+
+def _progress(console: Console) -> Progress:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
+    return Progress(*columns, TimeElapsedColumn(), console=console)

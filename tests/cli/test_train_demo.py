@@ -1,0 +1,201 @@
+"""`quaver train-demo` and its readable source, examples/train_bytes.py."""
+
+import io
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import Result
+from rich.console import Console
+from torch import nn
+from typer.testing import CliRunner
+
+import quaver as qv
+from quaver.cli.app import app
+from quaver.examples import train_bytes
+from quaver.testing import launches
+
+SOURCE = Path(__file__).parents[2] / "examples" / "train_bytes.py"
+CPU = [torch.device("cpu")]
+LINEARS = 4 * train_bytes.BLOCKS
+
+
+def train_demo(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["train-demo", *(str(argument) for argument in arguments)])
+
+
+@pytest.fixture
+def short_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less to train on and to measure on, for runs of a few steps."""
+    train, held_out = train_bytes.read_text()
+    monkeypatch.setattr(train_bytes, "read_text", lambda: (train[:20_000], held_out[:2_000]))
+
+
+def refused(result: Result) -> str:
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("quaver: ")
+    assert result.stderr.count("\n") == 1
+    return result.stderr
+
+
+def linears(model: nn.Module, kind: type[nn.Linear]) -> int:
+    return sum(type(module) is kind for module in model.modules())
+
+
+def test_both_models_start_equal_and_split(devices: list[torch.device]) -> None:
+    report = train_bytes.prepare(devices, seed=3)
+    full, fp8 = report.full.model, report.fp8.model
+    states = (full.state_dict(), fp8.state_dict())
+    for name, weight in states[0].items():
+        assert torch.equal(weight, states[1][name]), name
+    assert (linears(full, nn.Linear), linears(full, qv.Linear)) == (LINEARS + 1, 0)
+    assert (linears(fp8, nn.Linear), linears(fp8, qv.Linear)) == (1, LINEARS)
+    assert 400_000 < train_bytes.count_parameters(fp8) < 600_000
+    first, second = devices
+    for model in (full, fp8):
+        for name, parameter in model.named_parameters():
+            on_first = name.startswith(("token", "position", "blocks.0.", "blocks.1."))
+            assert parameter.device == (first if on_first else second), name
+
+
+@pytest.mark.usefixtures("short_text")
+def test_a_short_run_learns_in_fp8_on_both_devices(devices: list[torch.device]) -> None:
+    steps = 12
+    with launches() as seen:
+        report = train_bytes.run(devices, steps)
+    for trainee in (report.full, report.fp8):
+        assert len(trainee.losses) == steps
+        assert 7.5 < trainee.losses[0] < 9.0  # 8 bits is the uniform guess
+        assert trainee.losses[-1] < trainee.losses[0] - 0.7
+        assert trainee.held_out == pytest.approx(trainee.losses[-1], abs=0.5)
+        assert trainee.seconds > 0
+    # FP8 rounds, so that no loss is equal, and all are close.
+    pairs = list(zip(report.full.losses, report.fp8.losses, strict=True))
+    assert all(0 < abs(full - fp8) < 0.05 for full, fp8 in pairs)
+    assert report.gap == report.fp8.held_out - report.full.held_out
+    assert abs(report.gap) < 0.05
+    # Each linear multiplies once forward and twice backward, and once for the held-out text.
+    products = Counter(launch.device for launch in seen if launch.kernel == "scaled_mm")
+    assert products == dict.fromkeys(devices, LINEARS // 2 * (3 * steps + 1))
+    assert all(launch.current == launch.device for launch in seen)
+    for block, device in zip(report.fp8.model.blocks, [0, 0, 1, 1], strict=True):
+        state = block.get_submodule("down").recipe_states["forward"]
+        assert state.scale.device == devices[device]
+
+
+@pytest.mark.usefixtures("short_text")
+def test_the_split_changes_no_bit(devices: list[torch.device]) -> None:
+    one, two = (train_bytes.run(places, 3) for places in (devices[:1], devices))
+    for alone, split in ((one.full, two.full), (one.fp8, two.fp8)):
+        assert alone.losses == split.losses
+        assert alone.held_out == split.held_out
+
+
+@pytest.mark.usefixtures("short_text")
+def test_the_seed_decides_weights_and_batches_and_nothing_else() -> None:
+    before = torch.get_rng_state()
+    first, again, other = (train_bytes.run(CPU, 2, seed) for seed in (1, 1, 2))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert again.fp8.losses == first.fp8.losses
+    assert other.full.losses[0] != first.full.losses[0]
+
+
+def test_no_paragraph_is_both_trained_on_and_held_out() -> None:
+    train, held_out = (bytes(part.tolist()).decode() for part in train_bytes.read_text())
+    assert len(train) > 8 * len(held_out) > 100_000
+    whole = held_out.split("\n\n")[1:]  # the first may have been cut in two
+    assert not set(whole) & set(train.split("\n\n"))
+    assert sum(map(len, whole)) > 0.9 * len(held_out)
+
+
+def test_learning_rate_warms_up_and_ends_near_zero() -> None:
+    rates = [train_bytes.learning_rate(step, 600) for step in range(600)]
+    assert rates[0] == pytest.approx(train_bytes.LEARNING_RATE / train_bytes.WARMUP)
+    assert max(rates) == pytest.approx(train_bytes.LEARNING_RATE, rel=0.02)
+    assert rates[-1] < 1e-4 * train_bytes.LEARNING_RATE
+
+
+@pytest.mark.parametrize("count", [0, train_bytes.BLOCKS + 1])
+def test_the_example_names_how_many_devices_it_takes(count: int) -> None:
+    with pytest.raises(ValueError, match=f"4 blocks go on 1 to 4 devices, not on {count}"):
+        train_bytes.run(CPU * count, 1)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "line"),
+    [
+        (2.5625, "gap +0.0625 bits per byte, OVER the limit of 0.05"),
+        (2.515625, "gap +0.0156 bits per byte, under the limit of 0.05"),
+        (math.nan, "gap +nan bits per byte, OVER the limit of 0.05"),
+    ],
+)
+def test_the_table_says_whether_the_gap_holds(fp8: float, line: str) -> None:
+    report = train_bytes.prepare(CPU, 0)
+    for trainee, held_out in ((report.full, 2.5), (report.fp8, fp8)):
+        trainee.held_out, trainee.losses, trainee.seconds = held_out, [8.25, 4.125], 0.25
+    console = Console(file=io.StringIO(), width=100)
+    console.print(train_bytes.make_table(report))
+    shown = console.file.getvalue()
+    assert line in shown
+    assert "blocks on cpu, cpu, cpu, cpu" in shown
+    row = next(text for text in shown.splitlines() if "fp32" in text)
+    assert row.split()[1::2] == ["fp32", "2.5000", "8.2500", "4.1250", "125.0"]
+
+
+@pytest.mark.usefixtures("short_text")
+def test_the_command_writes_its_figures(tmp_path: Path, devices: list[torch.device]) -> None:
+    out = tmp_path / "figures.json"
+    kind = devices[0].type
+    result = train_demo("--steps", 2, "--devices", kind, "--seed", 5, "--json", out)
+    assert result.exit_code == 0, result.output
+    figures = json.loads(out.read_text())
+    expected = train_bytes.run(devices, 2, 5)
+    assert figures["block_devices"] == [f"{kind}:{i}" for i in (0, 0, 1, 1)]
+    assert figures["parameters"] == train_bytes.count_parameters(expected.full.model)
+    assert (figures["steps"], figures["seed"]) == (2, 5)
+    for key, trainee in (("fp32", expected.full), ("fp8", expected.fp8)):
+        assert figures[key]["training_bits_per_byte"] == trainee.losses
+        assert figures[key]["held_out_bits_per_byte"] == trainee.held_out
+        assert figures[key]["seconds"] > 0
+    assert figures["gap"] == expected.gap
+    assert f"{expected.fp8.held_out:.4f}" in result.stdout
+    assert "training" in result.stderr
+    assert "2/2" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--devices", "gpu"), "unknown device 'gpu'"),
+        (("--devices", "sim:0,sim:1,sim:2,sim:3,cpu"), "4 blocks, too few for the 5 devices"),
+        (("--json", "/nowhere/at/all.json"), "the folder /nowhere/at does not exist"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(arguments: tuple[str, ...], words: str) -> None:
+    assert words in refused(train_demo(*arguments))
+
+
+def test_no_steps_are_refused() -> None:
+    assert train_demo("--steps", 0).exit_code == 2
+
+
+def test_the_example_runs_as_a_script() -> None:
+    script = [sys.executable, "-W", "error", str(SOURCE), "--help"]
+    result = subprocess.run(script, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert "--devices" in result.stdout
+    assert "train_bytes.py" in result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_full_run_keeps_the_gap(devices: list[torch.device]) -> None:
+    report = train_bytes.run(devices)
+    assert report.full.held_out < 2.8
+    assert report.gap < train_bytes.LARGEST_GAP
