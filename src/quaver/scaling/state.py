@@ -182,8 +182,8 @@ class RecipeState:
         """Take the state to `device`, values kept; from the meta device there are none to keep."""
         if self.device.type == "meta" and device.type != "meta":
             fresh = RecipeState(self.recipe, self.mode, self.num_quantizers, device)
-            fresh.name = self.name
-            self.__dict__.update(fresh.__dict__)
+            for name in (*_TENSORS, "unset", "cast_unset"):
+                setattr(self, name, getattr(fresh, name))
             return
         with torch.inference_mode(False), torch.no_grad():
             for name in _TENSORS:
