@@ -1,0 +1,1 @@
+"""The kernels `block_cast` and `block_dequantize`."""

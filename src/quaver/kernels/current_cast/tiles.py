@@ -1,0 +1,33 @@
+"""Tiles of rows, over which the references of the casts loop."""
+
+from collections.abc import Iterator
+
+import torch
+
+TILE_VALUES = 2**20
+"""About how many values a tile has: 4 MB of float32, which stay in a processor's cache.
+
+Smaller ones are no faster, and each pass over a tile makes all threads wait for the last.
+"""
+
+
+def row_tiles(x: torch.Tensor, multiple: int = 1) -> Iterator[slice]:
+    """Slices that cover the rows of x [M, K] in order; at least one, which may be empty.
+
+    Where a launch costs more than a cache saves, that is off the CPU, one slice covers all rows.
+
+    Args:
+        x: whose shape and device count.
+        multiple: no slice but the last has a length that this does not divide.
+    """
+    rows, columns = x.shape
+    tile = max(TILE_VALUES // max(columns, 1) // multiple, 1) * multiple
+    if x.device.type != "cpu":
+        tile = max(rows, 1)
+    for start in range(0, max(rows, 1), tile):
+        yield slice(start, min(start + tile, rows))
+
+
+def store_transposed(x: torch.Tensor, into: torch.Tensor, tile: slice) -> None:
+    """into[:, tile] = x's transpose; by way of a contiguous copy, which is several times faster."""
+    into[:, tile] = x.t().contiguous()

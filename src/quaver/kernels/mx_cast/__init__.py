@@ -1,0 +1,1 @@
+"""The kernels `mx_cast` and `mx_dequantize`."""

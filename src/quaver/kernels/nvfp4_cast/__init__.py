@@ -1,0 +1,1 @@
+"""The kernels `nvfp4_cast` and `nvfp4_dequantize`."""

@@ -1,0 +1,1 @@
+"""Random bits from a counter, for stochastic rounding in other kernels; no operator."""
