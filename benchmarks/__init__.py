@@ -1,0 +1,1 @@
+"""What Quaver costs, measured on request; a timing is never a test."""
