@@ -8,7 +8,7 @@ import torch
 
 import quaver as qv
 from quaver import recipe as recipes
-from quaver.recipe import DelayedScaling, Format
+from quaver.recipe import DelayedScaling, Format, delayed
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
@@ -45,6 +45,8 @@ def test_formats_by_direction() -> None:
     [
         ("margin", 0.5, "an integer"),
         ("margin", True, "an integer"),
+        ("margin", 101, "an integer from -100 to 100"),
+        ("margin", -101, "an integer from -100 to 100"),
         ("fp8_format", Format.E5M2, "Format.HYBRID or Format.E4M3"),
         ("fp8_format", "HYBRID", "Format.HYBRID or Format.E4M3"),
         ("amax_history_len", 0, "an integer of at least 1"),
@@ -72,6 +74,7 @@ def test_a_wrong_field_is_named_with_its_value(field: str, value, expected: str)
     "fields",
     [
         {"margin": -2},
+        {"margin": 100},
         {"amax_history_len": 1},
         {"amax_history_len": 100_000},
         {"amax_compute_algo": "most_recent"},
@@ -121,7 +124,7 @@ def test_a_recipe_is_frozen_and_can_be_replaced_and_pickled() -> None:
 def test_what_old_callers_pass_warns_once_and_is_ignored(
     field: str, value, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
 ) -> None:
-    monkeypatch.setattr(recipes, "_warned_fields", set())
+    monkeypatch.setattr(delayed, "_warned_fields", set())
     with pytest.warns(UserWarning, match=rf"{field}=\.\.\..* has no effect") as caught:
         made = DelayedScaling(**{field: value})
     assert len(caught) == 1

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quaver.kernels.block_cast.op import block_cast, block_dequantize
+from quaver.kernels.current_cast import tiles
 from tests.kernels import block_numerics, numerics
 from tests.kernels.block_numerics import bits_of, finite_matrix, matrices, same_bits
 from tests.samples import DTYPES, FORMATS, normal
@@ -48,7 +49,7 @@ def tensor(array: np.ndarray) -> torch.Tensor:
 def _tiles(request, monkeypatch) -> None:
     """Once more with tiles so small that the samples have several."""
     if request.param is not None:
-        monkeypatch.setattr("quaver.kernels.current_cast.tiles.TILE_VALUES", request.param)
+        monkeypatch.setattr(tiles, "TILE_VALUES", request.param)
 
 
 def check(x: torch.Tensor, dtype: torch.dtype, dim: int, power_2: bool, epsilon: float) -> None:

@@ -13,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quaver.kernels.current_cast import tiles
 from quaver.kernels.current_cast.op import current_cast
 from tests.kernels import block_numerics, numerics
 from tests.kernels.block_numerics import finite_matrix, matrices, same_bits
@@ -44,7 +45,7 @@ def tensor(array: np.ndarray) -> torch.Tensor:
 def _tiles(request, monkeypatch) -> None:
     """Once more with tiles so small that the samples have several."""
     if request.param is not None:
-        monkeypatch.setattr("quaver.kernels.current_cast.tiles.TILE_VALUES", request.param)
+        monkeypatch.setattr(tiles, "TILE_VALUES", request.param)
 
 
 def check(x: torch.Tensor, dtype: torch.dtype, power_2: bool, epsilon: float) -> None:

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quaver.kernels.current_cast import tiles
 from quaver.kernels.mx_cast.op import mx_cast, mx_dequantize
 from quaver.kernels.mx_cast.reference import e8m0_bytes
 from tests.kernels import block_numerics, numerics
@@ -47,7 +48,7 @@ def payload(bits: object, dtype: torch.dtype) -> torch.Tensor:
 def _tiles(request, monkeypatch) -> None:
     """Once more with tiles so small that the samples have several."""
     if request.param is not None:
-        monkeypatch.setattr("quaver.kernels.current_cast.tiles.TILE_VALUES", request.param)
+        monkeypatch.setattr(tiles, "TILE_VALUES", request.param)
 
 
 def check(x: torch.Tensor, dtype: torch.dtype) -> None:

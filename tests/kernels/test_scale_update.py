@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from quaver.errors import RecipeError
 from quaver.kernels import custom_scale_update, scale_update
 from quaver.kernels.scale_update.reference import next_scale
 from tests.kernels.numerics import FLOAT32_MAX
@@ -138,3 +139,29 @@ def test_a_reduced_amax_of_zero_means_the_own_one() -> None:
     scale_update([history], [scale], [ready], reduced, 448.0, "most_recent")
     assert scale.tolist() == [112.0, 56.0, 448.0]
     assert ready.tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("which", ["choose", "rule"])
+@pytest.mark.parametrize(
+    "make", [lambda x: x[:2], lambda x: x.max(), lambda x: x[None], lambda x: 2.0], ids=range(4)
+)
+def test_what_a_function_of_the_user_must_return_is_said_before_anything_is_written(
+    make, which: str
+) -> None:
+    tensors = torch.tensor([[4.0, 2.0, 1.0], [1.0, 1.0, 1.0]]), torch.ones(3), torch.zeros(3)
+    before = [tensor.clone() for tensor in tensors]
+    choose = (lambda h, last: make(last)) if which == "choose" else lambda h, last: last
+    rule = (lambda a, s: make(s)) if which == "rule" else lambda a, s: s
+    name = "amax_compute_algo" if which == "choose" else "scaling_factor_compute_algo"
+    with pytest.raises(RecipeError, match=rf"{name} must return a tensor of shape \(3,\), not"):
+        custom_scale_update(*tensors, None, choose, rule)
+    for tensor, old in zip(tensors, before, strict=True):
+        assert torch.equal(tensor, old)
+
+
+def test_a_scale_of_the_user_that_is_none_leaves_the_old_one() -> None:
+    history, scale, ready = torch.ones(2, 4), torch.full((4,), 3.0), torch.zeros(4)
+    proposed = torch.tensor([0.0, torch.inf, torch.nan, 7.0])
+    custom_scale_update(history, scale, ready, None, lambda h, last: last, lambda a, s: proposed)
+    assert scale.tolist() == [3.0, 3.0, 3.0, 7.0]
+    assert history[:, 0].tolist() == [0.0, 1.0]

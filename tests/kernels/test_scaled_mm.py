@@ -4,7 +4,16 @@ import numpy as np
 import pytest
 import torch
 
-from quaver.kernels import scaled_mm
+from quaver.errors import QuaverError
+from quaver.kernels import (
+    block_cast,
+    block_dequantize,
+    mx_cast,
+    mx_dequantize,
+    nvfp4_cast,
+    nvfp4_dequantize,
+    scaled_mm,
+)
 from tests.kernels import numerics
 from tests.samples import FORMATS, normal
 
@@ -68,3 +77,55 @@ def test_nan_and_zero_rows_stay_in_their_row() -> None:
     assert (got[1] == 0).all()
     assert got[2].isnan().all()
     assert got[[0, 3]].isfinite().all()
+
+
+# ---- layouts
+
+LAYOUTS = ("plain", "tensor", "block_1d", "block_2d", "mx", "nvfp4", "nvfp4_2d")
+Parts = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]
+
+
+def made_of(x: torch.Tensor, layout: str) -> tuple[Parts, torch.Tensor]:
+    """Data, scales and global scale of x in `layout`, and the values that they stand for."""
+    one = torch.float32
+    if layout == "plain":
+        return (x, None, None), x
+    if layout == "tensor":
+        data, scale = (x * 40).to(FORMATS[0]), torch.tensor([1 / 40])
+        return (data, scale, None), torch.from_numpy(numerics.dequantized(data, scale))
+    if layout.startswith("block"):
+        dim = int(layout[-2])
+        data, scale = block_cast(x, FORMATS[0], dim, True, 0.0, True, False)[:2]
+        return (data, scale, None), block_dequantize(data, scale, dim, one)
+    if layout == "mx":
+        data, scale = mx_cast(x, FORMATS[0], True, False)[:2]
+        return (data, scale, None), mx_dequantize(data, scale, one)
+    two = layout == "nvfp4_2d"
+    data, scale, *_, top = nvfp4_cast(x, two, False, 0, 0, True, False)
+    return (data, scale, top), nvfp4_dequantize(data, scale, top, two, x.shape[1], one)
+
+
+@pytest.mark.parametrize("k", [160, 33])
+@pytest.mark.parametrize("right", LAYOUTS)
+@pytest.mark.parametrize("left", LAYOUTS)
+def test_any_two_layouts_are_multiplied_by_their_values(left: str, right: str, k: int) -> None:
+    """An odd width too, which FP4 fills up with a zero."""
+    a, b, bias = normal(20, k, name="a"), normal(24, k, name="b"), normal(24, name="bias")
+    (a_data, a_scale, a_top), a_values = made_of(a, left)
+    (b_data, b_scale, b_top), b_values = made_of(b, right)
+    got = scaled_mm(
+        a_data, a_scale, b_data, b_scale, bias, torch.float32, left, right, a_top, b_top
+    )
+    exact = a_values.double() @ b_values.double().t() + bias
+    magnitude = a_values.double().abs() @ b_values.double().abs().t() + bias.abs()
+    assert ((got - exact).abs() <= (k + 2) * 2.0**-24 * magnitude).all()
+    wanted = a @ b.t() + bias
+    assert (got - wanted).norm() < 0.25 * wanted.norm()
+
+
+def test_an_unknown_layout_and_a_missing_scale_are_errors() -> None:
+    a, one = operand(4, 8, FORMATS[0], "a"), torch.ones(1)
+    with pytest.raises(QuaverError, match=r"one of plain, tensor, .* not 'rows'"):
+        scaled_mm(a, one, a, one, None, torch.float32, "rows")
+    with pytest.raises(QuaverError, match="needs its scales"):
+        scaled_mm(a, one, a, None, None, torch.float32)

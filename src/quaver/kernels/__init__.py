@@ -4,9 +4,32 @@ A Triton version, where one pays, goes into triton.py of the same folder and is 
 """
 
 from quaver.kernels.amax.op import amax
+from quaver.kernels.block_cast.op import block_cast, block_dequantize
 from quaver.kernels.cast.op import cast
+from quaver.kernels.current_cast.op import current_cast
 from quaver.kernels.dequantize.op import dequantize
+from quaver.kernels.hadamard.op import hadamard
+from quaver.kernels.mx_cast.op import mx_cast, mx_dequantize
+from quaver.kernels.nvfp4_cast.op import nvfp4_cast, nvfp4_dequantize
+from quaver.kernels.random_bits.op import next_number
 from quaver.kernels.scale_update.op import custom_scale_update, scale_update
-from quaver.kernels.scaled_mm.op import scaled_mm
+from quaver.kernels.scaled_mm.op import operand_values, scaled_mm
 
-__all__ = ["amax", "cast", "custom_scale_update", "dequantize", "scale_update", "scaled_mm"]
+__all__ = [
+    "amax",
+    "block_cast",
+    "block_dequantize",
+    "cast",
+    "current_cast",
+    "custom_scale_update",
+    "dequantize",
+    "hadamard",
+    "mx_cast",
+    "mx_dequantize",
+    "next_number",
+    "nvfp4_cast",
+    "nvfp4_dequantize",
+    "operand_values",
+    "scale_update",
+    "scaled_mm",
+]

@@ -61,8 +61,9 @@ def cast(
         dimensions (empty if not asked for); scale_inv = 1 / scale, float32 [1].
     """
     used = scale.view(-1)[slot]
+    wide = x.to(torch.float32)
     if amax is not None or ready is not None:
-        seen = max_abs(x)
+        seen = max_abs(wide)
         if amax is not None:
             cell = amax.view(-1)[slot]
             cell.copy_(torch.maximum(cell, seen))
@@ -70,7 +71,7 @@ def cast(
             is_ready = ready.view(-1)[slot] > 0
             used = torch.where(is_ready, used, scale_from_amax(seen, MAX[dtype] * 2.0**-margin))
     limit = MAX[dtype]
-    scaled = (x.to(torch.float32) * used).clamp_(-limit, limit)
+    scaled = (wide * used).clamp_(-limit, limit)
     data = one_nan(scaled.to(dtype, memory_format=torch.contiguous_format))
     if columnwise:
         rows = data.reshape(math.prod(data.shape[:-1]), data.shape[-1])

@@ -10,7 +10,7 @@ from quaver.kernels.nvfp4_cast import reference
 # SymInt, so that a compiled program does not depend on the numbers that change with each step.
 _CAST_SCHEMA = (
     "(Tensor x, bool two_dimensional, bool stochastic, SymInt seed, SymInt offset, bool rowwise, "
-    "bool columnwise) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
+    "bool columnwise, Tensor? step=None) -> (Tensor, Tensor, Tensor, Tensor, Tensor)"
 )
 _DEQUANTIZE_SCHEMA = (
     "(Tensor data, Tensor scale, Tensor global_scale_inv, bool two_dimensional, SymInt columns, "
@@ -28,6 +28,7 @@ def _fake_cast(
     offset: int,
     rowwise: bool,
     columnwise: bool,
+    step: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     rows, columns = x.shape
 

@@ -49,6 +49,7 @@ def nvfp4_cast(
     offset: int,
     rowwise: bool,
     columnwise: bool,
+    step: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """x ≈ q * block_scale * global_scale_inv, with q in E2M1 and block_scale in E4M3.
 
@@ -62,6 +63,7 @@ def nvfp4_cast(
         seed, offset: of the random bits; an offset is to be used for one cast only.
         rowwise: whether the first two results are made, empty [0] otherwise.
         columnwise: the same for the two after them, which are the row-wise ones of x's transpose.
+        step: int64 [1], added to the offset; a number that the host need not know.
 
     Returns:
         row_data: uint8 [M, ceil(K/2)], the value with the even index in the low four bits; where
@@ -81,7 +83,8 @@ def nvfp4_cast(
         if not stochastic:
             return None
         start, shape = i * _TILE_ROWS * x.shape[1], tiles[i].shape
-        return random_bits(start, shape.numel(), seed, offset, stream, x.device).view(shape)
+        number = offset if step is None else offset + step
+        return random_bits(start, shape.numel(), seed, number, stream, x.device).view(shape)
 
     rows, cols = [], []
     for i, tile in enumerate(tiles):

@@ -16,7 +16,12 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def random_bits(
-    start: int, count: int, seed: int, offset: int, stream: int, device: torch.device
+    start: int,
+    count: int,
+    seed: int,
+    offset: int | torch.Tensor,
+    stream: int,
+    device: torch.device,
 ) -> torch.Tensor:
     """32 random bits for each of the elements `start` to `start + count - 1`.
 
@@ -28,7 +33,7 @@ def random_bits(
         start: index of the first element, 0 to 2^62.
         count: how many elements.
         seed: whose numbers these are.
-        offset: a number to be raised from one use of the seed to the next.
+        offset: a number to be raised from one use of the seed to the next; or int64 [1].
         stream: 0 to 3; different streams of one seed and offset are independent.
         device: where the bits are made.
 
@@ -40,8 +45,8 @@ def random_bits(
     counter = (
         group & _WORD,
         (group >> 32) + (stream << 30),
-        torch.full_like(group, offset & _WORD),
-        torch.full_like(group, (offset >> 32) & _WORD),
+        torch.zeros_like(group) + (offset & _WORD),
+        torch.zeros_like(group) + ((offset >> 32) & _WORD),
     )
     words = philox(counter, (seed & _WORD, (seed >> 32) & _WORD))
     return torch.stack(words, dim=-1).view(-1)[start - 4 * first :][:count]
@@ -75,3 +80,9 @@ def _multiply(multiplier: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.
     high = (upper + (lower >> 16)) >> 16
     low = (((upper & 0xFFFF) << 16) + lower) & _WORD
     return high, low
+
+
+def next_number(counter: torch.Tensor) -> torch.Tensor:
+    """Raise `counter`, int64 [1], by one, and return a copy of what it is then."""
+    counter.add_(1)
+    return counter.clone()

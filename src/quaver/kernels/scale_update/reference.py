@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from quaver.errors import RecipeError
 from quaver.formats import FLOAT32_MAX
 from quaver.kernels.cast.reference import divide
 
@@ -96,6 +97,19 @@ def custom_scale_update(
     last = history[0] if amaxes is None else torch.where(amaxes != 0, amaxes, history[0])
     shown = history.clone()
     shown[0] = last
-    amax = choose(shown, last)
-    new_scale = rule(amax.clone(), scale.clone()).to(torch.float32)
-    write_back(([history], [scale], [ready]), history, last, new_scale, amax)
+    amax = _checked("amax_compute_algo", choose(shown, last), last)
+    proposed = _checked("scaling_factor_compute_algo", rule(amax.clone(), scale.clone()), last)
+    usable = torch.isfinite(proposed) & (proposed > 0)
+    write_back(
+        ([history], [scale], [ready]), history, last, torch.where(usable, proposed, scale), amax
+    )
+
+
+def _checked(function: str, result: object, last: torch.Tensor) -> torch.Tensor:
+    """What a function of the user's returned, if it has the form it must have."""
+    if not isinstance(result, torch.Tensor) or result.shape != last.shape:
+        given = tuple(result.shape) if isinstance(result, torch.Tensor) else repr(result)
+        raise RecipeError(
+            f"{function} must return a tensor of shape {tuple(last.shape)}, not {given}"
+        )
+    return result.to(torch.float32)

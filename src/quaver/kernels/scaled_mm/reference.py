@@ -1,32 +1,37 @@
-"""The matrix product of two FP8 operands, written out as a specification."""
+"""The matrix product of two quantized operands, written out as a specification."""
 
 import torch
 
-from quaver.kernels.dequantize.reference import dequantize
+from quaver.kernels.scaled_mm.layouts import TENSOR, operand_values
 
 
-def scaled_mm(
+def scaled_mm(  # noqa: PLR0913, PLR0917 - an operator's schema is flat
     a: torch.Tensor,
-    a_scale_inv: torch.Tensor,
+    a_scale_inv: torch.Tensor | None,
     b: torch.Tensor,
-    b_scale_inv: torch.Tensor,
+    b_scale_inv: torch.Tensor | None,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    a_layout: str = TENSOR,
+    b_layout: str = TENSOR,
+    a_global_scale_inv: torch.Tensor | None = None,
+    b_global_scale_inv: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """out = (a * a_scale_inv) @ (b * b_scale_inv)^T + bias.
+    """out = A @ B^T + bias, where A and B are what the operands stand for.
 
     Operands, product and bias are float32, rounded once to `dtype`: as where hardware multiplies
     FP8, whose products it sums in float32 before the scales and the bias.
 
     Args:
-        a: [M, K], an FP8 dtype, any strides; `a_scale_inv` float32 [1].
-        b: [N, K], likewise.
+        a, a_scale_inv, a_layout, a_global_scale_inv: [M, K], as `layouts` says; any strides.
+        b, b_scale_inv, b_layout, b_global_scale_inv: [N, K], likewise.
         bias: [N] or None.
         dtype: of the result [M, N].
     """
-    left = dequantize(a, a_scale_inv, torch.float32)
-    right = dequantize(b, b_scale_inv, torch.float32)
-    product = left @ right.t()
+    left = operand_values(a, a_scale_inv, a_layout, a_global_scale_inv)
+    right = operand_values(b, b_scale_inv, b_layout, b_global_scale_inv)
+    width = min(left.shape[1], right.shape[1])  # FP4 fills an odd width up with a zero
+    product = left[:, :width] @ right[:, :width].t()
     if bias is not None:
         product.add_(bias)  # after the product: a sum that begins with the bias rounds otherwise
     return product.to(dtype)

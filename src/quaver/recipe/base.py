@@ -1,0 +1,104 @@
+"""What all recipes share: formats, roles, the checks of their fields."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from quaver import formats
+from quaver.errors import RecipeError
+
+BackwardOverride = Literal["high_precision", "dequantized"] | None
+"""What a backward pass computes with instead of quantized operands; None: with those."""
+
+Check = tuple[str, bool, str]
+"""A field, whether it holds what it must, and what it must hold."""
+
+
+class Format(enum.Enum):
+    """FP8 formats of a recipe: of the forward operands, and of the gradients."""
+
+    E4M3 = (formats.E4M3, formats.E4M3)
+    E5M2 = (formats.E5M2, formats.E5M2)
+    HYBRID = (formats.E4M3, formats.E5M2)
+
+    def dtype(self, mode: str) -> torch.dtype:
+        """The torch dtype in `mode`, "forward" or "backward"."""
+        return self.value[0] if mode == "forward" else self.value[1]
+
+
+@dataclass(frozen=True)
+class Role:
+    """Which tensor of which module a quantizer is for.
+
+    Attributes:
+        tensor: "input", "weight" or "grad_output".
+        module_name: where the module stands in its model; "" if unknown.
+        module_type: the name of its class.
+    """
+
+    tensor: str
+    module_name: str = ""
+    module_type: str = ""
+
+
+class Recipe:
+    """Base of all recipes."""
+
+    backward_override: BackwardOverride = None
+
+    def delayed(self) -> bool:
+        """Whether scales come from earlier steps."""
+        return False
+
+
+def check_fields(recipe: object, checks: Iterable[Check]) -> None:
+    """Raise for the first field that does not hold what it must.
+
+    Raises:
+        RecipeError: names the recipe, the field, what is expected and what was given.
+    """
+    for field, holds, expected in checks:
+        if not holds:
+            raise RecipeError(
+                f"{type(recipe).__name__}.{field} must be {expected}, "
+                f"not {getattr(recipe, field)!r}"
+            )
+
+
+def format_check(fp8_format: Format) -> Check:
+    """`fp8_format` is one that can be trained with."""
+    return (
+        "fp8_format",
+        fp8_format in (Format.HYBRID, Format.E4M3),
+        "Format.HYBRID or Format.E4M3 (E5M2 is too coarse for the forward operands)",
+    )
+
+
+def attention_checks(fp8_dpa: bool, fp8_mha: bool) -> tuple[Check, Check]:
+    """FP8 attention is refused rather than ignored."""
+    reason = "False: there is no attention module yet"
+    return ("fp8_dpa", not fp8_dpa, reason), ("fp8_mha", not fp8_mha, reason)
+
+
+def override_check(backward_override: BackwardOverride) -> Check:
+    """`backward_override` is a known one."""
+    return (
+        "backward_override",
+        backward_override in (None, "high_precision", "dequantized"),
+        'None, "high_precision" or "dequantized"',
+    )
+
+
+def is_int(value: object) -> bool:
+    """Whether `value` is an integer and not a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_amount(value: object) -> bool:
+    """Whether `value` is a number of at least 0."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
