@@ -11,7 +11,8 @@ import quaver as qv
 
 PACKAGES = (
     "quaver quaver.nn quaver.ops quaver.devices quaver.kernels quaver.tensors quaver.quantizers "
-    "quaver.scaling quaver.functional quaver.conversion quaver.simulator quaver.testing"
+    "quaver.recipe quaver.scaling quaver.functional quaver.conversion quaver.simulator "
+    "quaver.testing"
 ).split()
 
 SIGNATURES = {
@@ -19,7 +20,7 @@ SIGNATURES = {
     "quantized_model_init": "(enabled=True, recipe=None, preserve_high_precision_init_val=False)",
     "Float8Quantizer": "(scale, amax, dtype, *, rowwise=True, columnwise=True)",
     "Linear": "(in_features, out_features, bias=True, *, device=None, dtype=None, recipe=None)",
-    "Linear.forward": "(self, x, is_first_microbatch=None)",
+    "Linear.forward": "(self, x=None, is_first_microbatch=None, *, input=None)",
     "Linear.end_forward": "(self)",
     "RecipeState.create": "(recipe, *, mode, num_quantizers, device)",
     "get_module_device": "(module)",
@@ -64,7 +65,18 @@ def test_the_names_of_the_readme() -> None:
         "Float8Tensor",
         "RecipeState",
         "convert",
+        "convert_back",
+        "Rule",
         "status",
+        "optim",
+        "Float8CurrentScalingQuantizer",
+        "Float8BlockQuantizer",
+        "MXFP8Quantizer",
+        "NVFP4Quantizer",
+        "IdentityQuantizer",
+        "Float8BlockwiseTensor",
+        "MXFP8Tensor",
+        "NVFP4Tensor",
         "get_module_device",
         "is_fp8_available",
     }
@@ -72,8 +84,11 @@ def test_the_names_of_the_readme() -> None:
     assert qv.nn.Linear is qv.Linear
     for name in ("BasicLinear", "Linear", "Bias", "Sequential", "OperationFuser"):
         assert name in qv.ops.__all__
-    for name in ("DelayedScaling", "Format"):
-        assert hasattr(qv.recipe, name)
+    for name in (
+        *("DelayedScaling", "Float8CurrentScaling", "Float8BlockScaling", "MXFP8BlockScaling"),
+        *("NVFP4BlockScaling", "CustomRecipe", "Format", "Role"),
+    ):
+        assert name in qv.recipe.__all__
 
 
 @pytest.mark.parametrize(
@@ -95,9 +110,11 @@ def test_importing_it_loads_nothing_that_is_optional_and_no_simulator() -> None:
         "import sys, torch, quaver\n"
         "found = [n for n in ('transformers', 'accelerate', 'peft', 'triton', 'typer')"
         " if n in sys.modules]\n"
-        "print(found, hasattr(torch, 'sim'))"
+        "print(found, hasattr(torch, 'sim'), quaver.testing.__name__)"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60
     )
-    assert done.stdout.strip() == "[] False"
+    assert done.stdout.strip() == "[] False quaver.testing"
+    with pytest.raises(AttributeError, match="no attribute 'tests'"):
+        qv.tests  # noqa: B018

@@ -21,7 +21,8 @@ from quaver.cli.demo import measure as measuring
 from quaver.errors import SimulatorUnavailableError
 from quaver.testing import launches
 
-KEYS = {
+FIGURES = {
+    "recipe": str,
     "perplexity_full": float,
     "perplexity_fp8": float,
     "perplexity_ratio": float,
@@ -30,19 +31,20 @@ KEYS = {
     "split_equals_unsplit": bool,
     "weight_bytes_full": int,
     "weight_bytes_fp8": int,
-    "devices": list,
-    "layers": list,
 }
+KEYS = {**FIGURES, "devices": list, "layers": list, "recipes": list}
 
 
 def quaver(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def demo(model: Path, text: Path, folder: Path, choice: str) -> tuple[dict[str, Any], Result]:
+def demo(
+    model: Path, text: Path, folder: Path, choice: str, recipe: str | None = None
+) -> tuple[dict[str, Any], Result]:
     out = folder / "figures.json"
     arguments = ("--model", model, "--text", text, "--devices", choice, "--json", out)
-    result = quaver("demo", *arguments)
+    result = quaver("demo", *arguments, *(() if recipe is None else ("--recipe", recipe)))
     assert result.exit_code == 0, result.output
     return json.loads(out.read_text()), result
 
@@ -67,6 +69,8 @@ def test_figures_of_a_llama_split_over_two_devices(
     with launches() as seen:
         figures, result = demo(llama_folder, text_file, tmp_path, "sim")
     assert {key: type(value) for key, value in figures.items()} == KEYS
+    assert figures["recipe"] == "delayed"
+    assert figures["recipes"] == [{key: figures[key] for key in FIGURES}]
     ratio = figures["perplexity_fp8"] / figures["perplexity_full"]
     assert figures["perplexity_ratio"] == pytest.approx(ratio, rel=1e-9)
     assert 0.9 < figures["perplexity_ratio"] < 1.1
@@ -98,9 +102,65 @@ def test_figures_of_a_llama_split_over_two_devices(
     on = [str(launch.device) for launch in seen if launch.kernel.startswith("scaled_mm")]
     assert on.count("sim:1") >= 14
     assert on.count("sim:0") > on.count("sim:1")
-    for words in ("perplexity", "bit for bit", "scales live on", "lm_head stays in full precision"):
+    for words in ("perplexity", "bit for bit", "states live on", "lm_head stays in full precision"):
         assert words in result.stdout
-    assert "FP8 split over sim:0 + sim:1" in result.stderr
+    assert "delayed split over sim:0 + sim:1" in result.stderr
+
+
+# What a recipe stores for each value of a weight, in bytes, its scales included; and its casts.
+STORED = {
+    "delayed": (1, "cast"),
+    "current": (1, "current_cast"),
+    "block": (1, "block_cast"),
+    "mxfp8": (1 + 1 / 32, "mx_cast"),
+    "nvfp4": (1 / 2 + 1 / 16, "nvfp4_cast"),
+}
+
+
+@pytest.mark.parametrize("recipe", STORED)
+def test_each_recipe_by_its_name(
+    recipe: str, llama_folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    with launches() as seen:
+        figures, result = demo(llama_folder, text_file, tmp_path, "sim", recipe)
+    assert figures["recipe"] == recipe
+    assert [entry["recipe"] for entry in figures["recipes"]] == [recipe]
+    assert figures["split_equals_unsplit"] is True
+    assert 0.5 < figures["perplexity_ratio"] < 2.0
+    assert 0.0 < figures["kl_mean"] < (0.5 if recipe == "nvfp4" else 0.1)
+    assert [share["scales"] for share in figures["devices"]] == [["sim:0"], ["sim:1"]]
+    each, cast = STORED[recipe]
+    values = 4 * (32 * 32 * 2 + 32 * 16 * 2 + 32 * 48 * 3)
+    saved = figures["weight_bytes_full"] - figures["weight_bytes_fp8"]
+    # the blocks of NVFP4's square scales are shared by 16 rows, those of the others by whole tiles
+    assert (4 - each) * values - 28 * 8 <= saved <= (4 - each) * values + values / 16
+    assert {launch.kernel for launch in seen if launch.kernel.endswith("cast")} >= {cast}
+    assert all(launch.current == launch.device for launch in seen)
+    assert ("calibration" in result.stderr) is (recipe == "delayed")
+    assert f"{recipe} split over sim:0 + sim:1" in result.stderr
+    for words in (f"{recipe} against full precision", "bit for bit", "Worst of 28"):
+        assert words in result.stdout
+
+
+def test_all_recipes_in_one_table(
+    llama_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    figures, result = demo(llama_folder, text_file, tmp_path, "sim", "all")
+    assert {key: type(value) for key, value in figures.items()} == KEYS
+    rows = {entry["recipe"]: entry for entry in figures["recipes"]}
+    assert list(rows) == list(STORED)
+    for name, row in rows.items():
+        alone, _ = demo(llama_folder, text_file, tmp_path, "sim", name)
+        assert row == alone["recipes"][0]  # no recipe rounded another one's model
+        line = next(text for text in result.stdout.splitlines() if text.startswith(f"│ {name} "))
+        shown = (f"{row['perplexity_ratio']:.4f}", f"{row['kl_mean']:.5f}")
+        assert all(figure in line for figure in (*shown, f"{row['top1_agreement']:.2%}"))
+    assert {key: figures[key] for key in FIGURES} == rows["delayed"]
+    assert len({row["weight_bytes_full"] for row in rows.values()}) == 1
+    assert rows["nvfp4"]["weight_bytes_fp8"] < rows["current"]["weight_bytes_fp8"]
+    assert result.stdout.count("lm_head stays in full precision") == 1
+    assert result.stderr.count("full precision on sim:0") == 1
 
 
 def unavailable(count: int) -> None:
@@ -188,7 +248,12 @@ def test_a_split_that_differs_is_said(
     ("option", "value", "message"),
     [
         ("--devices", "gpu", "unknown device 'gpu'"),
-        ("--recipe", "fp7", "unknown recipe 'fp7'; --recipe takes one of: delayed"),
+        (
+            "--recipe",
+            "fp7",
+            "unknown recipe 'fp7'; --recipe takes one of: delayed, current, block, mxfp8, nvfp4, "
+            "all",
+        ),
         ("--model", "nowhere", "--model nowhere is not a folder"),
         ("--text", "nowhere", "--text nowhere cannot be read: No such file or directory"),
         ("--text", os.devnull, "--text /dev/null is empty"),

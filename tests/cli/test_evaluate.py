@@ -7,7 +7,7 @@ import torch
 
 import quaver as qv
 from quaver.cli.demo.evaluate import calibrate, compare_with, fingerprint, logits
-from quaver.cli.demo.layers import fp8_layers
+from quaver.cli.demo.layers import quantized_layers
 from quaver.cli.demo.model import load_model
 
 CPU = torch.device("cpu")
@@ -46,10 +46,12 @@ def test_calibration_sets_the_scales_from_the_amaxes(llama_folder: Path) -> None
     scale = layer.recipe_states["forward"].scale[0]
     assert float(scale) == pytest.approx(448 / max(seen), rel=1e-6)
 
-    before = {n: m.recipe_states["forward"].scale.clone() for n, m in fp8_layers(model).items()}
+    before = {
+        n: m.recipe_states["forward"].scale.clone() for n, m in quantized_layers(model).items()
+    }
     comparison, prints = compare_with(model, [IDS], [full], CPU, lambda: None)
     assert comparison.tokens == 39
     assert 0.0 < comparison.kl_mean < 0.1
     assert prints == [fingerprint(logits(model, IDS, CPU))]
-    for name, module in fp8_layers(model).items():
+    for name, module in quantized_layers(model).items():
         assert torch.equal(module.recipe_states["forward"].scale, before[name]), name

@@ -14,7 +14,13 @@ from quaver.cli.demo.evaluate import calibrate
 from quaver.cli.demo.layers import LayerError, layer_errors, record_outputs
 from quaver.cli.demo.metrics import Comparison
 from quaver.cli.demo.model import load_model
-from quaver.cli.demo.result import DemoResult, DeviceShare, device_shares, weight_bytes
+from quaver.cli.demo.result import (
+    DemoResult,
+    DeviceShare,
+    device_shares,
+    weight_bytes,
+    write_json,
+)
 from quaver.cli.errors import CommandError
 from quaver.conversion import ConversionReport
 
@@ -22,8 +28,9 @@ CPU = torch.device("cpu")
 RECIPE = qv.recipe.DelayedScaling()
 
 
-def result(nll_fp8: float) -> DemoResult:
+def result(nll_fp8: float, recipe: str = "delayed") -> DemoResult:
     return DemoResult(
+        recipe=recipe,
         comparison=Comparison(tokens=2, nll_full=2.0, nll_fp8=nll_fp8, kl=0.5, agreed=1),
         split_equals_unsplit=True,
         weight_bytes_full=40,
@@ -36,8 +43,9 @@ def result(nll_fp8: float) -> DemoResult:
 
 def test_the_json_has_the_documented_keys(tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    result(nll_fp8=4.0).write(path)
-    assert json.loads(path.read_text()) == {
+    write_json([result(4.0), result(6.0, "nvfp4")], path)
+    figures = {
+        "recipe": "delayed",
         "perplexity_full": math.e,
         "perplexity_fp8": math.exp(2),
         "perplexity_ratio": math.e,
@@ -46,6 +54,11 @@ def test_the_json_has_the_documented_keys(tmp_path: Path) -> None:
         "split_equals_unsplit": True,
         "weight_bytes_full": 40,
         "weight_bytes_fp8": 10,
+    }
+    second = {"recipe": "nvfp4", "perplexity_fp8": math.exp(3), "perplexity_ratio": math.exp(2)}
+    assert json.loads(path.read_text()) == {
+        **figures,
+        "recipes": [figures, figures | second],
         "devices": [{"device": "cpu", "layers": 2, "peak_bytes": None, "scales": ["cpu"]}],
         "layers": [
             {"name": "a", "device": "cpu", "relative_error": None},
@@ -57,13 +70,15 @@ def test_the_json_has_the_documented_keys(tmp_path: Path) -> None:
 @pytest.mark.parametrize("nll", [math.nan, math.inf, 1e6])
 def test_what_is_not_finite_is_null(nll: float, tmp_path: Path) -> None:
     path = tmp_path / "out.json"
-    result(nll_fp8=nll).write(path)
-    assert json.loads(path.read_text())["perplexity_fp8"] is None
+    write_json([result(nll)], path)
+    written = json.loads(path.read_text())
+    assert written["perplexity_fp8"] is None
+    assert written["recipes"][0]["perplexity_fp8"] is None
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(CommandError, match=r"gone/out\.json cannot be written: No such file"):
-        result(nll_fp8=4.0).write(tmp_path / "gone" / "out.json")
+        write_json([result(4.0)], tmp_path / "gone" / "out.json")
 
 
 def test_weight_bytes_count_ties_once_and_fp8_by_the_byte() -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 
 import quaver as qv
 from quaver.cli.app import app
+from quaver.cli.demo.options import RECIPES
 from quaver.examples import train_bytes
 from quaver.testing import launches
 
@@ -44,13 +45,21 @@ def refused(result: Result) -> str:
     return result.stderr
 
 
+def test_the_recipes_are_the_demos() -> None:
+    """By the same names, and of the same kinds."""
+    assert list(train_bytes.RECIPES) == list(RECIPES)
+    for name, recipe in train_bytes.RECIPES.items():
+        assert type(recipe) is type(RECIPES[name]), name
+        assert train_bytes.LARGEST_GAPS[name] == (0.15 if name == "nvfp4" else 0.05)
+
+
 def linears(model: nn.Module, kind: type[nn.Linear]) -> int:
     return sum(type(module) is kind for module in model.modules())
 
 
 def test_both_models_start_equal_and_split(devices: list[torch.device]) -> None:
     report = train_bytes.prepare(devices, seed=3)
-    full, fp8 = report.full.model, report.fp8.model
+    full, fp8 = report.full.model, report.quantized.model
     states = (full.state_dict(), fp8.state_dict())
     for name, weight in states[0].items():
         assert torch.equal(weight, states[1][name]), name
@@ -69,30 +78,35 @@ def test_a_short_run_learns_in_fp8_on_both_devices(devices: list[torch.device]) 
     steps = 12
     with launches() as seen:
         report = train_bytes.run(devices, steps)
-    for trainee in (report.full, report.fp8):
+    for trainee in (report.full, report.quantized):
         assert len(trainee.losses) == steps
         assert 7.5 < trainee.losses[0] < 9.0  # 8 bits is the uniform guess
         assert trainee.losses[-1] < trainee.losses[0] - 0.7
         assert trainee.held_out == pytest.approx(trainee.losses[-1], abs=0.5)
         assert trainee.seconds > 0
     # FP8 rounds, so that no loss is equal, and all are close.
-    pairs = list(zip(report.full.losses, report.fp8.losses, strict=True))
+    pairs = list(zip(report.full.losses, report.quantized.losses, strict=True))
     assert all(0 < abs(full - fp8) < 0.05 for full, fp8 in pairs)
-    assert report.gap == report.fp8.held_out - report.full.held_out
+    assert report.gap == report.quantized.held_out - report.full.held_out
     assert abs(report.gap) < 0.05
     # Each linear multiplies once forward and twice backward, and once for the held-out text.
     products = Counter(launch.device for launch in seen if launch.kernel == "scaled_mm")
     assert products == dict.fromkeys(devices, LINEARS // 2 * (3 * steps + 1))
     assert all(launch.current == launch.device for launch in seen)
-    for block, device in zip(report.fp8.model.blocks, [0, 0, 1, 1], strict=True):
+    for block, device in zip(report.quantized.model.blocks, [0, 0, 1, 1], strict=True):
         state = block.get_submodule("down").recipe_states["forward"]
         assert state.scale.device == devices[device]
 
 
 @pytest.mark.usefixtures("short_text")
-def test_the_split_changes_no_bit(devices: list[torch.device]) -> None:
-    one, two = (train_bytes.run(places, 3) for places in (devices[:1], devices))
-    for alone, split in ((one.full, two.full), (one.fp8, two.fp8)):
+@pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
+def test_the_split_changes_no_bit(devices: list[torch.device], recipe: str) -> None:
+    one, two = (train_bytes.run(places, 2, 0, recipe) for places in (devices[:1], devices))
+    assert (
+        one.quantized.model.blocks[0].qkv.recipe_states["forward"].recipe
+        is (train_bytes.RECIPES[recipe])
+    )
+    for alone, split in ((one.full, two.full), (one.quantized, two.quantized)):
         assert alone.losses == split.losses
         assert alone.held_out == split.held_out
 
@@ -102,7 +116,7 @@ def test_the_seed_decides_weights_and_batches_and_nothing_else() -> None:
     before = torch.get_rng_state()
     first, again, other = (train_bytes.run(CPU, 2, seed) for seed in (1, 1, 2))
     assert torch.equal(torch.get_rng_state(), before)
-    assert again.fp8.losses == first.fp8.losses
+    assert again.quantized.losses == first.quantized.losses
     assert other.full.losses[0] != first.full.losses[0]
 
 
@@ -115,7 +129,7 @@ def test_no_paragraph_is_both_trained_on_and_held_out() -> None:
 
 
 def test_learning_rate_warms_up_and_ends_near_zero() -> None:
-    rates = [train_bytes.learning_rate(step, 500) for step in range(500)]
+    rates = [train_bytes.learning_rate(step, 600) for step in range(600)]
     assert rates[0] == pytest.approx(train_bytes.LEARNING_RATE / train_bytes.WARMUP)
     assert max(rates) == pytest.approx(train_bytes.LEARNING_RATE, rel=0.02)
     assert rates[-1] < 1e-4 * train_bytes.LEARNING_RATE
@@ -128,16 +142,17 @@ def test_the_example_names_how_many_devices_it_takes(count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fp8", "line"),
+    ("recipe", "fp8", "line"),
     [
-        (2.5625, "gap +0.0625 bits per byte, OVER the limit of 0.05"),
-        (2.515625, "gap +0.0156 bits per byte, under the limit of 0.05"),
-        (math.nan, "gap +nan bits per byte, OVER the limit of 0.05"),
+        ("delayed", 2.5625, "gap +0.0625 bits per byte, OVER the limit of 0.05"),
+        ("delayed", 2.515625, "gap +0.0156 bits per byte, under the limit of 0.05"),
+        ("mxfp8", math.nan, "gap +nan bits per byte, OVER the limit of 0.05"),
+        ("nvfp4", 2.5625, "gap +0.0625 bits per byte, under the limit of 0.15"),
     ],
 )
-def test_the_table_says_whether_the_gap_holds(fp8: float, line: str) -> None:
-    report = train_bytes.prepare(CPU, 0)
-    for trainee, held_out in ((report.full, 2.5), (report.fp8, fp8)):
+def test_the_table_says_whether_the_gap_holds(recipe: str, fp8: float, line: str) -> None:
+    report = train_bytes.prepare(CPU, 0, recipe)
+    for trainee, held_out in ((report.full, 2.5), (report.quantized, fp8)):
         trainee.held_out, trainee.losses, trainee.seconds = held_out, [8.25, 4.125], 0.25
     console = Console(file=io.StringIO(), width=100)
     console.print(train_bytes.make_table(report))
@@ -152,19 +167,22 @@ def test_the_table_says_whether_the_gap_holds(fp8: float, line: str) -> None:
 def test_the_command_writes_its_figures(tmp_path: Path, devices: list[torch.device]) -> None:
     out = tmp_path / "figures.json"
     kind = devices[0].type
-    result = train_demo("--steps", 2, "--devices", kind, "--seed", 5, "--json", out)
+    arguments = ("--steps", 2, "--devices", kind, "--seed", 5, "--json", out)
+    result = train_demo(*arguments, "--recipe", "mxfp8")
     assert result.exit_code == 0, result.output
     figures = json.loads(out.read_text())
-    expected = train_bytes.run(devices, 2, 5)
+    expected = train_bytes.run(devices, 2, 5, "mxfp8")
+    assert figures["recipe"] == "mxfp8"
+    assert "mxfp8" in result.stdout
     assert figures["block_devices"] == [f"{kind}:{i}" for i in (0, 0, 1, 1)]
     assert figures["parameters"] == train_bytes.count_parameters(expected.full.model)
     assert (figures["steps"], figures["seed"]) == (2, 5)
-    for key, trainee in (("fp32", expected.full), ("fp8", expected.fp8)):
+    for key, trainee in (("fp32", expected.full), ("quantized", expected.quantized)):
         assert figures[key]["training_bits_per_byte"] == trainee.losses
         assert figures[key]["held_out_bits_per_byte"] == trainee.held_out
         assert figures[key]["seconds"] > 0
     assert figures["gap"] == expected.gap
-    assert f"{expected.fp8.held_out:.4f}" in result.stdout
+    assert f"{expected.quantized.held_out:.4f}" in result.stdout
     assert "training" in result.stderr
     assert "2/2" in result.stderr
 
@@ -173,6 +191,10 @@ def test_the_command_writes_its_figures(tmp_path: Path, devices: list[torch.devi
     ("arguments", "words"),
     [
         (("--devices", "gpu"), "unknown device 'gpu'"),
+        (
+            ("--recipe", "all"),
+            "unknown recipe 'all'; --recipe takes one of: delayed, current, block, mxfp8, nvfp4",
+        ),
         (("--devices", "sim:0,sim:1,sim:2,sim:3,cpu"), "4 blocks, too few for the 5 devices"),
         (("--json", "/nowhere/at/all.json"), "the folder /nowhere/at does not exist"),
     ],
@@ -198,4 +220,4 @@ def test_the_example_runs_as_a_script() -> None:
 def test_a_full_run_keeps_the_gap(devices: list[torch.device]) -> None:
     report = train_bytes.run(devices)
     assert report.full.held_out < 2.8
-    assert report.gap < train_bytes.LARGEST_GAP
+    assert report.gap < train_bytes.LARGEST_GAPS["delayed"]

@@ -7,8 +7,9 @@ from torch import nn
 
 import quaver as qv
 from quaver.nn import QuantizedModule
-from quaver.recipe import DelayedScaling
+from quaver.recipe import Recipe
 from quaver.scaling import RecipeState
+from quaver.scaling.delayed import DelayedScalingState
 from quaver.testing import Launch
 
 MODES = ("forward", "backward")
@@ -19,11 +20,14 @@ def quantized_modules(model: nn.Module) -> dict[str, QuantizedModule]:
 
 
 def state_tensors(state: RecipeState) -> dict[str, torch.Tensor]:
-    return {"scale": state.scale, "amax_history": state.amax_history}
+    if isinstance(state, DelayedScalingState):
+        return {"scale": state.scale, "amax_history": state.amax_history}
+    # of the recipes without scales in their state, some number their forwards
+    return {k: v for k, v in vars(state).items() if isinstance(v, torch.Tensor)}
 
 
 def scaling(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies on the CPU of all scales and histories of `model`, by name."""
+    """Copies on the CPU of all scales, histories and numbers of forwards of `model`, by name."""
     return {
         f"{name}.{mode}.{what}": tensor.detach().cpu().clone()
         for name, module in quantized_modules(model).items()
@@ -63,6 +67,7 @@ def assert_state_devices(module: nn.Module, device: torch.device) -> None:
     assert isinstance(module, QuantizedModule)
     assert set(module.recipe_states) == set(MODES)
     for state in module.recipe_states.values():
+        assert state.device == device
         for name, value in vars(state).items():
             if isinstance(value, torch.Tensor):
                 assert value.device == device, name
@@ -76,7 +81,7 @@ def assert_guarded(log: Sequence[Launch], devices: Iterable[torch.device], least
 
 
 def train_step(
-    model: nn.Module, x: torch.Tensor, grad: torch.Tensor, recipe: DelayedScaling | None
+    model: nn.Module, x: torch.Tensor, grad: torch.Tensor, recipe: Recipe | None
 ) -> dict[str, torch.Tensor]:
     """One forward and backward under `autocast`; output, input's gradient and all gradients."""
     model.zero_grad()

@@ -3,6 +3,7 @@
 import copy
 import gc
 import hashlib
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -181,6 +182,48 @@ def test_backward_is_reduced_once_for_all_devices(devices: Devices, reductions: 
     assert [scale.device for scale in scales] == devices
 
 
+@pytest.mark.filterwarnings("ignore:delayed scaling has no scales yet")
+def test_what_only_infers_on_one_rank_takes_no_part(
+    devices: Devices, reductions: Reductions
+) -> None:
+    """A rank that evaluates alone, modules in any order or a copy, has the buffer of the others."""
+    recipe = own_recipe(109)
+    first, second = (qv.Linear(16, 16, device=device) for device in devices)
+    average = copy.deepcopy(first)
+    with torch.no_grad():
+        for layer, value in ((second, 90.0), (average, 70.0)):
+            with qv.autocast(recipe=recipe):
+                layer(torch.full((2, 16), value, device=layer.weight.device))
+            reductions.buffers.clear()
+    with torch.no_grad():
+        for layer in (first, second):
+            layer.weight.fill_(0.5)
+    for _ in range(2):
+        reductions.buffers.clear()
+        with qv.autocast(recipe=recipe):
+            for layer, value in ((first, 1.0), (second, 2.0)):
+                layer(torch.full((2, 16), value, device=layer.weight.device))
+        (buffer,) = reductions.buffers
+        assert buffer.tolist() == [1.0, 0.5, 0.0, 2.0, 0.5, 0.0]
+        with torch.no_grad(), qv.autocast(recipe=recipe):
+            average(torch.ones(2, 16, device=devices[0]))
+    scales = [layer.recipe_states["forward"].scale[0].item() for layer in (first, second)]
+    assert scales == [448.0, 224.0]
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_what_was_calibrated_is_reduced(
+    devices: Devices, reductions: Reductions, grad: bool
+) -> None:
+    recipe, layer = own_recipe(110 + grad), qv.Linear(16, 16, device=devices[1])
+    reductions.theirs = 7.0
+    region = qv.autocast(enabled=False, calibrating=True, recipe=recipe)
+    with torch.set_grad_enabled(grad), region:
+        layer(torch.full((2, 16), 2.0, device=devices[1]))
+    assert [buffer[0].item() for buffer in reductions.buffers] == [2.0]
+    assert layer.recipe_states["forward"].scale[0].item() == 448 / 7
+
+
 # ---- two processes
 
 
@@ -208,8 +251,12 @@ def _rank(rank: int, folder: str) -> None:
     model = Interleaved([devices[1], devices[0], devices[1]])
     alone = copy.deepcopy(model)
     batches = [[torch.randn(4, 32) * (r + i + 1) for r in range(WORLD)] for i in range(ITERATIONS)]
-    for batch in batches:
+    if rank == 0:
+        _infer_alone(model, own_recipe(5))
+    for i, batch in enumerate(batches):
         _iterate(model, [batch[rank]], own_recipe(5))
+        if rank == i == 1:
+            _infer_alone(model, own_recipe(5))
     assert {layer.recipe_states["backward"].updates for layer in model.layers} == {ITERATIONS}
     Path(folder, f"hash{rank}").write_text(_hash(model))
     dist.barrier()
@@ -224,6 +271,16 @@ def _iterate(model: nn.Module, batch: list[torch.Tensor], recipe: DelayedScaling
     with qv.autocast(recipe=recipe):
         outputs = [model(x) for x in batch]
     torch.stack([y.square().sum() for y in outputs]).sum().backward()
+
+
+def _infer_alone(model: Interleaved, recipe: DelayedScaling) -> None:
+    """As one rank evaluates: a layer out of turn, and a copy."""
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there are no scales yet
+        layer = model.layers[-1]
+        for run in (layer, copy.deepcopy(layer)):
+            with qv.autocast(recipe=recipe):
+                run(torch.full((2, layer.in_features), 1e4, device=layer.weight.device))
 
 
 def _hash(model: nn.Module) -> str:

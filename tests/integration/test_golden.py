@@ -1,4 +1,4 @@
-"""Delayed scaling against what TransformerEngine computed; tests/data/README.md says what it is."""
+"""Against what TransformerEngine computed; tests/data/README.md says what it is."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,18 +8,20 @@ import pytest
 import torch
 
 import quaver as qv
-from quaver.recipe import DelayedScaling, Format
+from quaver.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, Format, Recipe
+from quaver.scaling import DelayedScalingState
 from quaver.testing import launches
 from tests.integration.helpers import assert_guarded, equal
 
 DATA = Path(__file__).parents[1] / "data" / "linear.npz"
-STEPS = 8
-RECIPES = {
+RECIPES: dict[str, Recipe] = {
     "max4": DelayedScaling(amax_history_len=4, first_scale="one"),
     "recent3_margin1": DelayedScaling(
         amax_history_len=3, amax_compute_algo="most_recent", margin=1, first_scale="one"
     ),
     "max1_e4m3": DelayedScaling(amax_history_len=1, fp8_format=Format.E4M3, first_scale="one"),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
 }
 RESULTS = ("y", "dx", "grad_weight")
 
@@ -41,13 +43,21 @@ class Sequence:
         return array.view(torch.bfloat16) if array.dtype == torch.uint16 else array
 
     def layer(self, dtype: torch.dtype) -> qv.Linear:
-        layer = qv.Linear(32, 48, device=self.device, dtype=dtype)
+        weight, bias = self.read("param_weight"), self.read("param_bias")
+        outputs, inputs = weight.shape
+        layer = qv.Linear(inputs, outputs, device=self.device, dtype=dtype)
         with torch.no_grad():
-            layer.weight.copy_(self.read("param_weight"))
-            layer.bias.copy_(self.read("param_bias"))
+            layer.weight.copy_(weight)
+            layer.bias.copy_(bias)
         return layer
 
-    def step(self, layer: qv.Linear, step: int, recipe: DelayedScaling) -> dict[str, torch.Tensor]:
+    def steps(self) -> range:
+        """The recorded steps: 8 of delayed scaling, 3 of the others."""
+        count = sum(f"{self.tag}_s{i}_x" in self.golden for i in range(9))
+        assert count >= 3
+        return range(count)
+
+    def step(self, layer: qv.Linear, step: int, recipe: Recipe) -> dict[str, torch.Tensor]:
         dtype = layer.weight.dtype
         x = self.read(f"s{step}_x").to(self.device, dtype).requires_grad_()
         layer.zero_grad()
@@ -61,6 +71,11 @@ class Sequence:
     def assert_scaling(self, layer: qv.Linear, step: int) -> None:
         for short, mode in (("fwd", "forward"), ("bwd", "backward")):
             state = layer.recipe_states[mode]
+            assert state.device == self.device
+            recorded = f"{self.tag}_s{step}_scale_{short}" in self.golden
+            assert recorded == isinstance(state, DelayedScalingState)
+            if not recorded:
+                continue
             assert state.scale.device == self.device
             assert equal(state.scale, self.read(f"s{step}_scale_{short}")), (step, mode)
             assert equal(state.amax_history, self.read(f"s{step}_hist_{short}")), (step, mode)
@@ -77,7 +92,7 @@ def test_float32_sequence(
 ) -> None:
     sequence = Sequence(golden, f"linear_{name}_f32", devices[1])
     layer = sequence.layer(torch.float32)
-    for step in range(STEPS):
+    for step in sequence.steps():
         with launches() as log:
             results = sequence.step(layer, step, RECIPES[name])
         assert_guarded(log, [devices[1]])
@@ -102,7 +117,7 @@ def test_bfloat16_sequence(
     """
     sequence = Sequence(golden, f"linear_{name}_bf16", devices[1])
     layer, unrounded = sequence.layer(torch.bfloat16), sequence.layer(torch.float32)
-    for step in range(STEPS):
+    for step in sequence.steps():
         results = sequence.step(layer, step, RECIPES[name])
         before = sequence.step(unrounded, step, RECIPES[name])
         sequence.assert_scaling(layer, step)

@@ -58,7 +58,7 @@ MUTATIONS = {
     "states made on the current device": Mutation(
         [
             (
-                "scaling/state.py",
+                "scaling/delayed.py",
                 "partial(torch.full, dtype=torch.float32, device=device)",
                 "partial(torch.full, dtype=torch.float32, device=device.type)",
             ),

@@ -33,7 +33,7 @@ def test_weights_are_quantized_on_their_own_device(devices, current: int) -> Non
     with torch.accelerator.device_index(current), launches() as log:
         ours = quantized(device=devices[1])
         assert torch.accelerator.current_device_index() == current
-    assert [(e.kernel, e.device, e.current) for e in log] == [("cast", devices[1], devices[1])]
+    assert [(e.kernel, e.device, e.current) for e in log] == [("current_cast", *devices[1:] * 2)]
     weight = ours.weight
     assert isinstance(weight, qv.Float8Tensor)
     assert isinstance(weight, nn.Parameter)
@@ -199,7 +199,7 @@ def test_a_weights_scale_can_be_set_before_its_first_use(devices) -> None:
     expected = torch.tensor(448.0) / ours.weight.detach().abs().max().cpu()
     assert state.device == devices[1]
     assert state.scale.cpu()[1].item() == expected.item()
-    assert state.ready.tolist() == [0.0, 1.0, 0.0]
+    assert state.ready.tolist() == [0.0, 0.0, 0.0], "not for good: the weight may be loaded yet"
     meta = qv.Linear(30, 12, device="meta")
     meta.set_weight_scale()
     assert meta.recipe_states == {}

@@ -174,6 +174,19 @@ def test_the_execution_device_is_pinned_and_put_back(devices, current: int) -> N
         assert torch.accelerator.current_device_index() == current
 
 
+def test_the_input_can_be_given_by_torchs_name_and_by_ours() -> None:
+    plain, ours = twins()
+    x = normal(5, 30)
+    expected = plain(input=x)
+    for given in ({"input": x}, {"x": x}):
+        assert torch.equal(ours(**given), expected)
+    with torch.no_grad(), pytest.warns(UserWarning, match="no scales yet"):
+        in_fp8 = qv.Linear.forward(twins(recipe=RECIPE)[1], input=x)
+    assert 0 < (in_fp8 - expected).norm() < 0.05 * expected.norm()
+    with pytest.raises(TypeError, match="input"):
+        ours()
+
+
 # ---- moving, copying, saving
 
 
@@ -306,13 +319,17 @@ def test_the_kept_weight_does_not_stay_behind_on_another_device(devices) -> None
     assert torch.equal(after.cpu(), before.cpu())
 
 
+@pytest.mark.filterwarnings("ignore:delayed scaling has no scales yet")
 def test_a_kept_weight_is_dropped_when_a_checkpoint_is_loaded() -> None:
     ours, x = trained(), normal(5, 30)
     with torch.no_grad(), qv.autocast(recipe=RECIPE):
         ours(x, is_first_microbatch=True)
     ours.load_state_dict({"weight": ours.weight * 2, "bias": ours.bias})
     with torch.no_grad(), qv.autocast(recipe=RECIPE):
-        assert torch.equal(ours(x, is_first_microbatch=False), ours(x))
+        kept = ours(x, is_first_microbatch=False)
+        assert torch.equal(kept, ours(x))
+    exact = nn.functional.linear(x, ours.weight, ours.bias)
+    assert (kept - exact).norm() < 0.05 * exact.norm()
 
 
 def test_a_quantized_weight_is_its_own_cache() -> None:

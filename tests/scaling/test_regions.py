@@ -265,19 +265,48 @@ def test_a_call_of_a_module_with_a_recipe_is_a_region_of_its_own() -> None:
 
 
 def test_a_call_region_opens_only_where_there_is_none() -> None:
-    outer = open_call_region()
-    try:
-        inside, second = current_region(), open_call_region()
-        close_call_region(second)
-        still = current_region()
-    finally:
-        close_call_region(outer)
-    assert outer is not None
-    assert inside is still is outer
-    assert second is None
+    outer, inner = layer(), layer()
+    open_call_region(outer)
+    region = current_region()
+    open_call_region(inner)
+    still = current_region()
+    close_call_region(inner)
+    left_alone = current_region()
+    close_call_region(outer)
+    assert region is still is left_alone
+    assert region.owner is outer
+    assert region.by_call
     assert current_region() is None
     with qv.autocast(enabled=False):
-        assert open_call_region() is None
+        mine = current_region()
+        open_call_region(outer)
+        assert current_region() is mine
+        close_call_region(outer)
+        assert current_region() is mine
+
+
+def test_a_module_that_calls_itself_closes_its_region_at_the_outer_exit() -> None:
+    module = layer()
+    for _ in range(2):
+        open_call_region(module)
+    close_call_region(module)
+    still = current_region()
+    close_call_region(module)
+    assert still is not None
+    assert current_region() is None
+
+
+def test_without_a_recipe_a_call_region_leaves_a_module_in_high_precision() -> None:
+    """Only `autocast` stands for a default."""
+    whole, plain, named = layer(), layer(), layer(recipe=RECIPE)
+    open_call_region(whole)
+    try:
+        quantized = [in_fp8(lambda m=m: m(X)) for m in (plain, named)]
+    finally:
+        close_call_region(whole)
+    assert quantized == [False, True]
+    assert plain.recipe_states == {}
+    assert updates(named) == 1
 
 
 # ---- threads

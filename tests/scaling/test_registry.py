@@ -8,12 +8,12 @@ from quaver.recipe import DelayedScaling
 from quaver.scaling.registry import key_of, register, slots
 from quaver.scaling.state import RecipeState
 
-_margins = itertools.count(-10_000)
+_lengths = itertools.count(10_000)
 
 
 def fresh_recipe(**fields) -> DelayedScaling:
     """A recipe of its own for each test: the registry lives as long as the process."""
-    return DelayedScaling(margin=next(_margins), **fields)
+    return DelayedScaling(amax_history_len=next(_lengths), **fields)
 
 
 def state(recipe: DelayedScaling, mode: str = "forward", n: int = 3) -> RecipeState:
@@ -60,7 +60,7 @@ def test_the_registry_does_not_keep_states_alive() -> None:
 
 def test_recipe_group_and_direction_are_the_key() -> None:
     recipe = fresh_recipe()
-    same = state(DelayedScaling(margin=recipe.margin))
+    same = state(DelayedScaling(amax_history_len=recipe.amax_history_len))
     assert key_of(state(recipe)) == key_of(same)
     assert key_of(state(recipe)) != key_of(state(recipe, mode="backward"))
     grouped = state(recipe)

@@ -100,17 +100,42 @@ def test_another_length_keeps_row_0_and_the_newest(length: int) -> None:
     assert history[1 : length - kept].count_nonzero().item() == 0
 
 
-def test_another_margin_format_and_algorithm_keep_all_values() -> None:
+def test_another_algorithm_keeps_all_values() -> None:
     mine, before = filled(), filled()
-    recipe = DelayedScaling(
-        margin=2, fp8_format=Format.E4M3, amax_history_len=4, amax_compute_algo="most_recent"
-    )
+    recipe = DelayedScaling(amax_history_len=4, amax_compute_algo="most_recent")
     pointer = mine.amax_history.data_ptr()
     assert mine.follow(recipe)
     assert mine.recipe is recipe
-    assert mine.limit == 112.0
     assert_equal(mine, before)
     assert mine.amax_history.data_ptr() == pointer
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields", "ratio"),
+    [
+        ("forward", {"margin": 2}, 1 / 4),
+        ("backward", {"margin": -1}, 2.0),
+        ("forward", {"fp8_format": Format.E4M3}, 1.0),
+        ("backward", {"fp8_format": Format.E4M3}, 448 / 57344),
+        ("backward", {"fp8_format": Format.E4M3, "margin": 1}, 224 / 57344),
+    ],
+    ids=str,
+)
+def test_another_margin_or_format_rescales_what_was_set(mode: str, fields, ratio: float) -> None:
+    """The amaxes stay what they were, and so does what they are scaled to: the limit."""
+    mine, before = filled(mode=mode), filled(mode=mode)
+    for each in (mine, before):
+        each.scale[1] = 1.0  # as in a new state
+    mine.past.append(Scales(before.scale * 3, before.ready.clone()))
+    assert mine.follow(DelayedScaling(amax_history_len=4, **fields))
+    expected = before.scale * torch.tensor([ratio, 1.0, ratio])
+    assert torch.equal(mine.scale, expected)
+    assert torch.equal(mine.past[0].scale, before.scale * 3 * ratio)
+    assert torch.equal(mine.past[0].ready, before.ready)
+    assert torch.equal(mine.ready, before.ready)
+    assert torch.equal(mine.amax_history, before.amax_history)
+    assert mine.follow(RECIPE)
+    assert torch.equal(mine.scale, before.scale), "and back again"
 
 
 def test_a_first_scale_of_one_holds_for_a_state_that_knows_none() -> None:
@@ -179,7 +204,7 @@ def test_off_the_meta_device_it_begins_anew(devices) -> None:
 
 @pytest.mark.parametrize(
     "twin_of",
-    [RecipeState.copy, copy.deepcopy, copy.copy, lambda s: pickle.loads(pickle.dumps(s))],
+    [lambda s: s.copy(), copy.deepcopy, copy.copy, lambda s: pickle.loads(pickle.dumps(s))],
     ids=["copy", "deepcopy", "shallow", "pickle"],
 )
 def test_a_twin_has_the_values_and_nothing_else(devices, twin_of) -> None:
@@ -187,7 +212,7 @@ def test_a_twin_has_the_values_and_nothing_else(devices, twin_of) -> None:
     mine.group, mine.updates, mine.name = "group", 7, "layer"
     mine.registered.add("key")
     mine.past.append(Scales(mine.scale, mine.ready))
-    mine.uses.note(Use(mine.recipe, None, 0, True))
+    mine.uses.note(Use(mine.recipe, None, 0, True, True))
     twin = twin_of(mine)
     assert twin.device == devices[1]
     assert_equal(twin, mine)
@@ -195,12 +220,13 @@ def test_a_twin_has_the_values_and_nothing_else(devices, twin_of) -> None:
     assert twin.registered == set()
     assert twin.group is None
     assert len(twin.past) == 0
-    assert twin.uses.recomputed() is None
+    assert twin.uses is not mine.uses
+    assert not twin.uses._threads
     twin.unset[0] = twin.cast_unset[0] = "changed"
     assert "changed" not in (mine.unset[0], mine.cast_unset[0])
 
 
-@pytest.mark.parametrize("twin_of", [RecipeState.copy, copy.deepcopy], ids=["copy", "deepcopy"])
+@pytest.mark.parametrize("twin_of", [lambda s: s.copy(), copy.deepcopy], ids=["copy", "deepcopy"])
 def test_a_twin_shares_no_memory(twin_of) -> None:
     mine, before = filled(), filled()
     twin = twin_of(mine)
@@ -265,10 +291,40 @@ def test_set_scale_takes_the_tensors_amax_and_the_margin(margin: int) -> None:
     mine.set_scale(1, x)
     expected = np.float32(448.0 / 2**margin) / np.float32(x.abs().max().item())
     assert mine.scale.tolist() == [1.0, expected.item(), 1.0]
-    assert mine.ready.tolist() == [0.0, 1.0, 0.0]
-    assert mine.unset == [True, False, True]
     mine.set_scale(0, torch.zeros(3, 3))
     assert mine.scale[0].item() == 1.0
+
+
+def test_a_scale_that_was_set_holds_only_for_what_it_was_set_from() -> None:
+    """Until the first update: a weight may be loaded after its scale was set."""
+    mine, x = state(), normal(5, 6)
+    mine.set_scale(1, x)
+    assert mine.ready.tolist() == [0.0, 0.0, 0.0]
+    assert mine.unset == [True, True, True]
+    for factor in (1.0, 30.0):
+        mine.expect(1)
+        got = mine.quantize(x * factor, 1, record=factor > 1)
+        assert got.scale_inv.item() == pytest.approx(x.abs().max().item() * factor / 448, rel=1e-6)
+    finalize([mine], one_device=True)
+    assert mine.ready.tolist() == [0.0, 1.0, 0.0]
+    assert mine.unset == [True, False, True]
+    scale_inv = mine.quantize(x, 1, record=False).scale_inv.item()
+    assert scale_inv == pytest.approx(x.abs().max().item() * 30 / 448, rel=1e-6)
+
+
+def test_a_slot_that_is_forgotten_takes_the_own_amax_again() -> None:
+    mine, x = state(), normal(5, 6)
+    for slot in (0, 1):
+        mine.expect(slot)
+        mine.quantize(x * 100, slot, record=True)
+    finalize([mine], one_device=True)
+    mine.forget(1)
+    assert (mine.ready.tolist(), mine.unset) == ([1.0, 0.0, 0.0], [False, True, True])
+    got = [mine.quantize(x, slot, record=False).scale_inv.item() for slot in (0, 1)]
+    assert got[0] == pytest.approx(got[1] * 100, rel=1e-6)
+    ones = state(DelayedScaling(amax_history_len=4, first_scale="one"))
+    ones.forget(1)
+    assert ones.quantize(x, 1, record=False).scale_inv.item() == 1.0
 
 
 @pytest.mark.parametrize("margin", [0, 1])

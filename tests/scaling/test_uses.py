@@ -1,120 +1,199 @@
 """Which forward a recomputation repeats, told by autograd's sequence numbers."""
 
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from quaver.errors import QuaverError
 from quaver.recipe import DelayedScaling
 from quaver.scaling.uses import KEPT, Use, Uses
 
-RECIPES = [DelayedScaling(margin=i) for i in range(KEPT + 3)]
-NESTED: list[Use | None] = []
+RECIPES = [DelayedScaling(margin=i) for i in range(4)]
+
+both_kinds = pytest.mark.parametrize("reentrant", [True, False])
 
 
-class Probe(torch.autograd.Function):
-    """A node whose backward asks which use it repeats."""
-
-    @staticmethod
-    def forward(ctx, x, uses, found):
-        ctx.uses, ctx.found = uses, found
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        with torch.set_grad_enabled(ctx.found is not NESTED):  # a checkpoint recomputes with grad
-            ctx.found.append(ctx.uses.recomputed())
-        return grad, None, None
+def leaf() -> torch.Tensor:
+    return torch.ones(2, requires_grad=True)
 
 
-class CheckpointFunction(Probe):
-    """A node with the name of reentrant checkpointing's; its first forward is inside of its own."""
-
-    @staticmethod
-    def forward(ctx, x, uses, found):
-        ctx.uses, ctx.found = uses, found
-        uses.note(found.pop())
-        return x.clone()
+def use(recipe=RECIPES[0], group=None, updates=0, recorded=True, grad=True) -> Use:
+    return Use(recipe, group, updates, recorded, grad)
 
 
-def test_forwards_alike_in_a_row_are_one_use() -> None:
-    uses, recipe = Uses(), RECIPES[0]
-    for _ in range(3):
-        uses.note(Use(recipe, None, 0, True))
-    first = uses.recomputed()
-    assert first.updates == 0
-    for fields in (
-        (RECIPES[1], None, 0, True),
-        (recipe, "group", 0, True),
-        (recipe, "group", 1, True),
-        (recipe, "group", 1, False),
-    ):
-        other = Use(*fields)
-        uses.note(other)
-        assert uses.recomputed() is other
+class Forwards:
+    """Functions under torch's checkpoint that note a use, and ask in their second run for it."""
+
+    def __init__(self, reentrant: bool) -> None:
+        self.uses = Uses()
+        self.found: list[Use | None] = []
+        self.reentrant = reentrant
+
+    def run(self, noted: Use | None) -> torch.Tensor:
+        def function(x: torch.Tensor) -> torch.Tensor:
+            if torch._C._current_graph_task_id() != -1:
+                self.found.append(self.uses.recomputed())
+            elif noted is not None:
+                noted.grad = torch.is_grad_enabled()
+                self.uses.note(noted)
+            return x.sin()
+
+        return checkpoint(function, leaf() * 1, use_reentrant=self.reentrant).sum()
 
 
-def test_nothing_is_known_before_the_first_use() -> None:
-    assert Uses().recomputed() is None
+def draw_number() -> None:
+    """Let autograd's counter go on."""
+    leaf() * 1
 
 
-def test_a_node_finds_the_forward_that_it_belongs_to() -> None:
+@both_kinds
+def test_nothing_is_known_before_the_first_use(reentrant: bool) -> None:
+    forwards = Forwards(reentrant)
+    forwards.run(None).backward()
+    assert forwards.found == [None]
+
+
+def test_outside_of_a_backward_nothing_is_recomputed() -> None:
+    uses = Uses()
+    uses.note(use())
+    assert uses.recomputed() is None
+
+
+@both_kinds
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=str)
+def test_a_recomputation_finds_the_forward_that_it_repeats(reentrant: bool, order) -> None:
     """Two forwards, an update between them, before either's backward, in either order."""
-    for order in ((0, 1), (1, 0)):
-        uses, found, outputs = Uses(), [], []
-        for i in range(2):
-            x = torch.ones(2, requires_grad=True) * 1
-            uses.note(Use(RECIPES[i], None, i, True))
-            outputs.append(Probe.apply(x, uses, found).sum())
-        for i in order:
-            outputs[i].backward()
-        assert [use.recipe for use in found] == [RECIPES[i] for i in order]
+    forwards = Forwards(reentrant)
+    noted = [use(RECIPES[i], updates=i) for i in (0, 1)]
+    outputs = [forwards.run(each) for each in noted]
+    for i in order:
+        outputs[i].backward()
+    assert [id(each) for each in forwards.found] == [id(noted[i]) for i in order]
 
 
-def test_a_reentrant_node_finds_the_forward_inside_of_it() -> None:
-    uses, outputs, found = Uses(), [], [[], []]
-    for i in range(2):
-        found[i].append(Use(RECIPES[i], None, i, True))
-        x = torch.ones(2, requires_grad=True) * 1
-        outputs.append(CheckpointFunction.apply(x, uses, found[i]).sum())
-    for output in outputs:
-        output.backward()
-    assert [each[0].recipe for each in found] == RECIPES[:2]
+@both_kinds
+def test_only_forwards_in_the_grad_mode_of_a_first_run_count(reentrant: bool) -> None:
+    """A reentrant checkpoint's is under no_grad, another's is not."""
+    forwards, mine = Forwards(reentrant), use()
+    output = forwards.run(mine)
+    forwards.uses.note(use(RECIPES[1], grad=reentrant))
+    output.backward()
+    assert forwards.found == [mine]
 
 
-def test_a_forward_older_than_what_is_kept_is_an_error() -> None:
-    uses, found = Uses(), []
-    x = torch.ones(2, requires_grad=True) * 1
-    uses.note(Use(RECIPES[0], None, 0, True))
-    output = Probe.apply(x, uses, found).sum()
-    for recipe in RECIPES[1:]:
-        torch.ones(1, requires_grad=True) * 1  # draws a number
-        uses.note(Use(recipe, None, 0, True))
+@both_kinds
+def test_forwards_alike_in_a_row_are_one_use(reentrant: bool) -> None:
+    forwards, mine = Forwards(reentrant), use()
+    output = forwards.run(mine)
+    for _ in range(2 * KEPT):
+        draw_number()
+        forwards.uses.note(use(RECIPES[1], grad=not reentrant))
+    output.backward()
+    assert forwards.found[0] is mine
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"recipe": None}, {"group": "other"}, {"updates": 1}, {"recorded": False}, {"grad": False}],
+    ids=str,
+)
+def test_forwards_that_differ_are_apart_and_the_oldest_are_forgotten(other) -> None:
+    """What cannot be found any more is an error, never another's scales."""
+    forwards, first = Forwards(False), use(updates=7)
+    output = forwards.run(first)
+    for _ in range(KEPT // 2):
+        for fields in ({}, other):
+            draw_number()
+            forwards.uses.note(use(**fields))
     with pytest.raises(QuaverError, match=f"last {KEPT} are remembered"):
         output.backward()
-    assert found == []
+    assert forwards.found == []
 
 
-def test_numbers_of_another_thread_are_not_compared_with() -> None:
-    uses, found = Uses(), []
-    thread = threading.Thread(target=lambda: uses.note(Use(RECIPES[0], None, 0, True)))
+def in_thread(work: Callable[[], None], stay: threading.Event | None = None) -> threading.Thread:
+    """Work on a thread, which lives on until `stay` is set."""
+    done = threading.Event()
+
+    def run() -> None:
+        work()
+        done.set()
+        if stay is not None:
+            stay.wait(10)
+
+    thread = threading.Thread(target=run)
     thread.start()
-    thread.join()
-    assert uses.recomputed().recipe is RECIPES[0]
-    x = torch.ones(2, requires_grad=True) * 1
-    mine = Use(RECIPES[1], None, 0, True)
-    uses.note(mine)
-    Probe.apply(x, uses, found).sum().backward()
-    assert found == [mine]
-    assert found[0] is mine
+    done.wait(10)
+    if stay is None:
+        thread.join()
+    return thread
 
 
-def test_a_reentrant_checkpoint_inside_another_is_refused() -> None:
-    """Its first run, in the outer's recomputation, is without grad."""
-    uses = Uses()
-    uses.note(Use(RECIPES[0], None, 0, True))
-    x = torch.ones(2, requires_grad=True) * 1
-    output = Probe.apply(x, uses, NESTED).sum()
-    with pytest.raises(QuaverError, match="use_reentrant=False"):
+@both_kinds
+def test_forwards_of_threads_that_ended_do_not_count(reentrant: bool) -> None:
+    forwards, mine = Forwards(reentrant), use()
+    in_thread(lambda: forwards.uses.note(use(RECIPES[1], grad=not reentrant)))
+    forwards.run(mine).backward()
+    assert forwards.found[0] is mine
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_two_threads_training_count_only_where_they_do_the_same(same: bool) -> None:
+    """Each thread counts nodes by itself: whose forward it was cannot be told."""
+    forwards, mine, stay = Forwards(False), use(), threading.Event()
+    theirs = use() if same else use(updates=1)
+    output = forwards.run(mine)
+    thread = in_thread(lambda: forwards.uses.note(theirs), stay)
+    try:
+        if same:
+            output.backward()
+            assert forwards.found == [mine]
+        else:
+            with pytest.raises(QuaverError, match="on one thread only"):
+                output.backward()
+    finally:
+        stay.set()
+        thread.join()
+
+
+def test_inference_on_another_thread_does_not_count() -> None:
+    forwards, mine, stay = Forwards(False), use(), threading.Event()
+    output = forwards.run(mine)
+    inference = use(updates=1, recorded=False, grad=False)
+    thread = in_thread(lambda: forwards.uses.note(inference), stay)
+    try:
         output.backward()
+    finally:
+        stay.set()
+        thread.join()
+    assert forwards.found[0] is mine
+
+
+def test_threads_that_come_and_go_are_not_kept() -> None:
+    forwards = Forwards(False)
+    mine = use()
+    for i in range(2 * KEPT):
+        in_thread(lambda i=i: forwards.uses.note(use(updates=i)))
+    forwards.run(mine).backward()
+    assert forwards.found[0] is mine
+
+
+def test_a_hook_without_grad_mode_repeats_nothing() -> None:
+    uses, found, x = Uses(), [], leaf()
+    y = x * 2
+    uses.note(use())
+    y.register_hook(lambda grad: found.append(uses.recomputed()))
+    y.sum().backward()
+    assert found == [None]
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, inside
+@pytest.mark.parametrize(("outer", "inner"), [(True, True), (True, False), (False, True)])
+def test_a_reentrant_checkpoint_in_or_around_another_is_refused(outer: bool, inner: bool) -> None:
+    forwards = Forwards(inner)
+    output = checkpoint(lambda x: forwards.run(use()) + x, leaf() * 1, use_reentrant=outer)
+    with pytest.raises(QuaverError, match="use_reentrant=False"):
+        output.sum().backward()
+    assert forwards.found == []

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from quaver.cli.demo import DemoOptions, run_demo
+from quaver.cli.demo.options import RECIPES
 from quaver.cli.doctor import doctor
 from quaver.cli.errors import one_line_errors
 from quaver.cli.train_demo import train_demo
@@ -33,10 +34,12 @@ def demo(
     devices: Annotated[
         str, typer.Option(help="auto, cpu, cuda, sim, or a list: cuda:0,cpu or sim:0,sim:1.")
     ] = "auto",
-    recipe: Annotated[str, typer.Option(help="The FP8 recipe: delayed.")] = "delayed",
+    recipe: Annotated[
+        str, typer.Option(help=f"{', '.join(RECIPES)}; or all, for a table over them.")
+    ] = "delayed",
     json: Annotated[Path | None, typer.Option(help="Also write the figures to this file.")] = None,
 ) -> None:
-    """Run a language model in FP8, split over two devices, against full precision."""
+    """Run a language model in FP8 or FP4, split over two devices, against full precision."""
     with one_line_errors():
         options = DemoOptions(model=model, text=text, devices=devices, recipe=recipe, json=json)
         run_demo(options)

@@ -14,7 +14,7 @@ from quaver.cli.demo.devices import find_devices, start_devices
 from quaver.cli.demo.options import DemoOptions
 from quaver.cli.errors import CommandError, one_line_errors
 from quaver.examples import train_bytes
-from quaver.examples.train_bytes import Report, Trainee
+from quaver.examples.train_bytes import RECIPES, Report, Trainee
 
 
 def train_demo(
@@ -22,17 +22,24 @@ def train_demo(
     devices: Annotated[
         str, typer.Option(help="auto, cpu, cuda, sim, or a list: cuda:0,cpu or sim:0,sim:1.")
     ] = "auto",
+    recipe: Annotated[str, typer.Option(help=f"{', '.join(RECIPES)}.")] = "delayed",
     seed: Annotated[int, typer.Option(help="Of the first weights and of the batches.")] = 0,
     json: Annotated[Path | None, typer.Option(help="Also write the figures to this file.")] = None,
 ) -> None:
-    """Train a byte-level GPT in FP8 and in fp32 side by side, split over two devices."""
+    """Train a byte-level GPT with a recipe and in fp32 side by side, split over two devices."""
     with one_line_errors():
         DemoOptions(json=json).check_json()
+        _check_recipe(recipe)
         places = _places(devices)
-        report = train_bytes.run(places, steps, seed, Console(stderr=True))
+        report = train_bytes.run(places, steps, seed, recipe, Console(stderr=True))
         Console().print(train_bytes.make_table(report))
         if json is not None:
             json.write_text(json_format.dumps(_figures(report, steps, seed), indent=2) + "\n")
+
+
+def _check_recipe(name: str) -> None:
+    if name not in RECIPES:
+        raise CommandError(f"unknown recipe {name!r}; --recipe takes one of: {', '.join(RECIPES)}")
 
 
 def _places(choice: str) -> list[torch.device]:
@@ -47,13 +54,14 @@ def _places(choice: str) -> list[torch.device]:
 
 def _figures(report: Report, steps: int, seed: int) -> dict[str, Any]:
     return {
+        "recipe": report.quantized.name,
         "steps": steps,
         "seed": seed,
         "parameters": train_bytes.count_parameters(report.full.model),
-        "block_devices": train_bytes.block_devices(report.fp8.model),
+        "block_devices": train_bytes.block_devices(report.quantized.model),
         "gap": report.gap,
         "fp32": _trainee(report.full),
-        "fp8": _trainee(report.fp8),
+        "quantized": _trainee(report.quantized),
     }
 
 

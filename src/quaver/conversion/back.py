@@ -11,7 +11,7 @@ from quaver.conversion.report import AdjustedModule, ConversionReport, Converted
 from quaver.conversion.swap import Conversion, conversion_of, swap_out
 from quaver.conversion.weights import dequantize_weights
 from quaver.nn import QuantizedLinear
-from quaver.tensors import Float8Tensor
+from quaver.tensors import QuantizedTensor
 
 
 def convert_back(model: nn.Module) -> ConversionReport:
@@ -51,7 +51,7 @@ def convert_back(model: nn.Module) -> ConversionReport:
     dequantize_weights(
         module
         for _, module, record in layers
-        if record.quantized and isinstance(module.weight, Float8Tensor)
+        if record.quantized and isinstance(module.weight, QuantizedTensor)
     )
     converted = tuple(_swap_out(name, module, record) for name, module, record in layers)
     adjusted = []

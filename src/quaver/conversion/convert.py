@@ -15,7 +15,7 @@ from quaver.conversion.rules import DEFAULT_EXCLUDE, Matches, Rule, RuleList
 from quaver.conversion.swap import Snapshot, swap_in
 from quaver.conversion.weights import quantize_weights
 from quaver.recipe import Recipe
-from quaver.tensors import Float8Tensor
+from quaver.tensors import QuantizedTensor
 
 
 def convert(
@@ -118,7 +118,7 @@ def _describe(layer: LayerPlan, class_before: str) -> ConvertedLayer:
         class_after=class_name(type(module)),
         device=None if weight is None else weight.device,
         recipe=module.recipe,
-        weights="quantized" if isinstance(weight, Float8Tensor) else "kept",
+        weights="quantized" if isinstance(weight, QuantizedTensor) else "kept",
         note="; ".join(layer.notes),
     )
 

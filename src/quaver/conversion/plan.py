@@ -16,7 +16,7 @@ from quaver.conversion.rules import RuleList
 from quaver.conversion.swap import has_replaced_forward, has_twin, is_exact_twin, is_transposed
 from quaver.nn import QuantizedLinear
 from quaver.recipe import Recipe
-from quaver.tensors import Float8Tensor
+from quaver.tensors import QuantizedTensor
 
 _HIGH_PRECISION = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -109,7 +109,7 @@ def _obstacle(
         return "its weight is no parameter of its own (weight norm, or a parametrization)"
     if is_lazy(weight):
         return "it has no weight yet; call the model once, then convert"
-    if type(weight) is not nn.Parameter and not isinstance(weight, Float8Tensor):
+    if type(weight) is not nn.Parameter and not isinstance(weight, QuantizedTensor):
         return f"its weight is a {class_name(type(weight))}, not a plain parameter"
     if weight.dtype not in _HIGH_PRECISION:
         return f"its weight is {weight.dtype}, which is not high precision"
@@ -159,7 +159,7 @@ def _keep_shared_weights(model: nn.Module, layers: list[LayerPlan]) -> None:
 
 def _check_weight(layer: LayerPlan) -> None:
     weight = layer.module._parameters.get("weight")
-    if isinstance(weight, Float8Tensor):
+    if isinstance(weight, QuantizedTensor):
         layer.quantize = False
         layer.notes.append("weight is FP8 already")
     if weight is None or weight.device.type != "meta":

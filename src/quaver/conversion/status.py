@@ -10,8 +10,8 @@ from quaver.conversion.report import counted, recipe_labels, recipe_legend, rend
 from quaver.devices import fp8_gemm_path
 from quaver.nn import QuantizedLinear
 from quaver.recipe import Recipe
-from quaver.scaling import RecipeState
-from quaver.tensors import Float8Tensor
+from quaver.scaling import DelayedScalingState, RecipeState
+from quaver.tensors import QuantizedTensor
 
 _INPUT_SLOT = 0
 
@@ -120,7 +120,7 @@ def _layer_status(name: str, module: QuantizedLinear) -> LayerStatus:
         path=fp8_gemm_path(device),
         scales_device=None if forward is None else forward.device,
         calibrated=forward is not None and _is_calibrated(forward),
-        weight_dtype=weight.fp8_dtype if isinstance(weight, Float8Tensor) else weight.dtype,
+        weight_dtype=_payload_dtype(weight),
         weight_bytes=sum(_bytes(parameter) for parameter in own),
     )
 
@@ -137,6 +137,8 @@ def _computes_on(module: nn.Module, weight: torch.Tensor) -> torch.device:
 
 
 def _is_calibrated(forward: RecipeState) -> bool:
+    if not isinstance(forward, DelayedScalingState):
+        return True  # there is nothing to calibrate
     if forward.device.type == "meta":
         return False
     if forward.recipe.first_scale == "one":  # then a scale is "known" from the start
@@ -145,8 +147,14 @@ def _is_calibrated(forward: RecipeState) -> bool:
     return bool(forward.ready[_INPUT_SLOT] > 0)
 
 
+def _payload_dtype(weight: torch.Tensor) -> torch.dtype:
+    if not isinstance(weight, QuantizedTensor):
+        return weight.dtype
+    dtype: torch.dtype = getattr(weight, "fp8_dtype", torch.float4_e2m1fn_x2)
+    return dtype
+
+
 def _bytes(tensor: torch.Tensor) -> int:
-    if isinstance(tensor, Float8Tensor):
-        parts = (tensor.rowwise_data, tensor.columnwise_data, tensor.rowwise_scale_inv)
-        return sum(_bytes(part) for part in parts if part is not None)
+    if isinstance(tensor, QuantizedTensor):
+        return sum(_bytes(part) for part in tensor.parts().values())
     return tensor.numel() * tensor.element_size()

@@ -127,8 +127,12 @@ class Snapshot:
 
     @classmethod
     def of(cls, module: nn.Module) -> "Snapshot":
-        """The module as it is now."""
-        return cls(module, type(module), dict(module.__dict__))
+        """The module as it is now; its scaling states are copied, since they change in place."""
+        attributes = dict(module.__dict__)
+        states = attributes.get("recipe_states")
+        if states:
+            attributes["recipe_states"] = {mode: state.copy() for mode, state in states.items()}
+        return cls(module, type(module), attributes)
 
     def restore(self) -> None:
         """Undo what `swap_in` did since."""

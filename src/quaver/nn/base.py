@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -15,8 +16,9 @@ from quaver.nn.tracing import refresh_states
 from quaver.recipe import DelayedScaling, Recipe
 from quaver.scaling import Call, RecipeState, begin_call, current_region, end_call, note_forward
 from quaver.scaling.calls import HIGH_PRECISION, note_high_precision
-from quaver.scaling.extra_state import pack, unpack
-from quaver.tensors import Payload
+from quaver.scaling.extra_state import pack, pack_number, unpack, unpack_number
+from quaver.scaling.stateless import check_transforms
+from quaver.tensors import Quantized
 
 
 class Frame(NamedTuple):
@@ -37,6 +39,16 @@ class _Frames(threading.local):
 _frames = _Frames()
 
 
+_OWN_ATTRIBUTES = (
+    "recipe",
+    "recipe_states",
+    "qualified_name",
+    "_weight_cache",
+    "_prepared",
+    "_resumed",
+)
+
+
 class QuantizedModule(nn.Module):
     """Mixin of modules that quantize; stands before the torch class that they extend.
 
@@ -53,8 +65,9 @@ class QuantizedModule(nn.Module):
     recipe: Recipe | None
     recipe_states: dict[str, RecipeState]
     qualified_name: str
-    _weight_cache: Payload | None
+    _weight_cache: Quantized | None
     _prepared: tuple[Recipe, torch.device] | None
+    _resumed: int | None
 
     def _init_quantized(self, recipe: Recipe | None = None) -> None:
         """Give the module what this class needs; keeps the states that it has."""
@@ -65,10 +78,11 @@ class QuantizedModule(nn.Module):
         self.qualified_name = getattr(self, "qualified_name", "")
         self._weight_cache = None
         self._prepared = None
+        self._resumed = None
 
     def _drop_quantized(self) -> None:
         """Take away again what `_init_quantized` gave."""
-        for name in ("recipe", "recipe_states", "qualified_name", "_weight_cache", "_prepared"):
+        for name in _OWN_ATTRIBUTES:
             self.__dict__.pop(name, None)
 
     # ---- the frame of a forward
@@ -137,7 +151,7 @@ class QuantizedModule(nn.Module):
         """Make the states, follow `recipe`, and take them to `device`: a compare each as a rule."""
         # `recipe_states` itself is not read here: torch.compile would go on with what it read.
         prepared = self._prepared
-        if prepared is None or prepared[0] is not recipe or prepared[1] != device:
+        if prepared is None or prepared[1] != device or not _same(prepared[0], recipe):
             if torch.compiler.is_compiling():
                 comptime(refresh_states)
             else:
@@ -151,12 +165,18 @@ class QuantizedModule(nn.Module):
         for mode, per_gemm in self.slots_per_gemm.items():
             state = self.recipe_states.get(mode)
             if state is None or not state.follow(recipe):
+                if state is not None:
+                    _warn_of_another_class(state.recipe, recipe)
+                    self._weight_cache = None
                 state = self.recipe_states[mode] = RecipeState.create(
                     recipe, mode=mode, num_quantizers=per_gemm * self.num_gemms, device=device
                 )
-                state.name = self.qualified_name or repr(self)
+                state.belong(self.qualified_name or repr(self), type(self).__name__)
+                if self._resumed is not None:
+                    state.resume(self._resumed)
             if state.device != device:
                 state.move(device)
+        check_transforms(self.recipe_states["forward"], self.recipe_states["backward"])
         self._prepared = (recipe, device)
 
     def _note(self, call: Call, requires_grad: bool) -> None:
@@ -175,6 +195,10 @@ class QuantizedModule(nn.Module):
         self._prepared = None
         return self
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Both can be made again, and plain pickle does not know FP8 tensors.
+        return {**self.__dict__, "_weight_cache": None, "_prepared": None}
+
     # ---- checkpoints
 
     def _slots(self) -> dict[str, int]:
@@ -185,7 +209,10 @@ class QuantizedModule(nn.Module):
 
     def get_extra_state(self) -> torch.Tensor:
         """The scaling states for `state_dict`: a CPU uint8 tensor of fixed size, not a pickle."""
-        return pack(self.recipe_states, self._slots(), self._delayed_recipe())
+        packed = pack(self.recipe_states, self._slots(), self._delayed_recipe())
+        backward = self.recipe_states.get("backward")
+        pack_number(packed, None if backward is None else backward.last_number())
+        return packed
 
     def set_extra_state(self, state: Any) -> None:
         """Restore what `get_extra_state` gave, onto the device where this module lives.
@@ -196,10 +223,11 @@ class QuantizedModule(nn.Module):
         restored = unpack(state, self._slots(), self._delayed_recipe())
         device = get_module_device(self)
         for restored_state in restored.values():
-            restored_state.name = self.qualified_name or repr(self)
+            restored_state.belong(self.qualified_name or repr(self), type(self).__name__)
             if device is not None and device.type != "meta":
                 restored_state.move(device)
-        self.recipe_states = restored
+        self.recipe_states = dict(restored)
+        self._resumed = unpack_number(state)
         self._prepared = None
 
     def _load_from_state_dict(
@@ -218,3 +246,23 @@ class QuantizedModule(nn.Module):
         key = f"{prefix}_extra_state"  # a checkpoint of the torch twin has none
         if key in missing_keys:
             missing_keys.remove(key)
+
+
+def _same(old: Recipe, new: Recipe) -> bool:
+    """Equal by value; mostly it is the same object."""
+    return old is new or old == new
+
+
+_warned_changes: set[tuple[type, type]] = set()
+
+
+def _warn_of_another_class(old: Recipe, new: Recipe) -> None:
+    """Say once that what was learnt for one class of recipe is of no use to another."""
+    change = (type(old), type(new))
+    if change not in _warned_changes:
+        _warned_changes.add(change)
+        warnings.warn(
+            f"the recipe changes from {change[0].__name__} to {change[1].__name__}: scales and "
+            "histories begin anew, and kept weights are dropped",
+            stacklevel=2,
+        )

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from quaver.functional import dequantized
 from quaver.nn.linear import QuantizedLinear
-from quaver.tensors import Float8Tensor
 
 
 class QuantizedConv1D(QuantizedLinear):
@@ -25,9 +25,7 @@ class QuantizedConv1D(QuantizedLinear):
 
     def forward_high_precision(self, x: torch.Tensor) -> torch.Tensor:
         """As transformers computes it."""
-        weight = self.weight
-        if isinstance(weight, Float8Tensor):
-            weight = weight.dequantize()
+        weight = dequantized(self.weight)
         rows = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), weight)
         return rows.view(*x.shape[:-1], weight.shape[1])
 

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from quaver.errors import RecipeError
-from quaver.kernels import cast
-from quaver.recipe import DelayedScaling, Recipe
-from quaver.tensors import Float8Tensor
+from quaver.quantizers import IdentityQuantizer, quantizer_of
+from quaver.recipe import Recipe, Role
 
 
 class InitOptions(NamedTuple):
@@ -75,24 +74,27 @@ def current_init() -> InitOptions | None:
     return _thread.stack[-1] if _thread.stack else None
 
 
-def quantize_parameter(weight: torch.Tensor, recipe: Recipe, preserve: bool) -> nn.Parameter:
-    """`weight` as a Float8Tensor parameter on its own device, with the scale of its own amax.
+def quantize_parameter(
+    weight: torch.Tensor, recipe: Recipe, preserve: bool, role: Role
+) -> nn.Parameter:
+    """`weight` as a quantized parameter on its own device, in the format that `recipe` has for it.
 
     Args:
         preserve: keep the high-precision value on the CPU, reachable from the parameter.
+        role: which module's weight it is.
 
-    Raises:
-        RecipeError: a recipe that has no per-tensor format.
+    Returns:
+        The parameter; where the recipe leaves this weight in high precision, that one unchanged.
     """
-    if not isinstance(recipe, DelayedScaling):
-        raise RecipeError(f"weights can be quantized for DelayedScaling, not for {recipe!r}")
-    dtype = recipe.fp8_format.dtype("forward")
+    quantizer = quantizer_of(recipe, role)
+    if quantizer is None or isinstance(quantizer, IdentityQuantizer):
+        return weight if isinstance(weight, nn.Parameter) else nn.Parameter(weight)
+    # A second copy only where the backward needs it and it cannot be made from the first.
+    quantizer.rowwise = True
+    quantizer.columnwise = weight.requires_grad and not quantizer.transposes_losslessly
     value = weight.detach()
-    with torch.no_grad():
-        unset = torch.zeros(1, dtype=torch.float32, device=value.device)
-        data, _, scale_inv = cast(value, unset, None, unset, 0, dtype, False)
-    quantized = Float8Tensor(data, scale_inv, dtype=value.dtype)
-    parameter = nn.Parameter(quantized, requires_grad=weight.requires_grad)
+    with torch.inference_mode(False):  # else nothing could be trained with it later
+        parameter = nn.Parameter(quantizer(value), requires_grad=weight.requires_grad)
     if preserve and value.device.type != "meta":
         parameter._high_precision_init_val = value.cpu().clone()  # type: ignore[attr-defined]
     return parameter

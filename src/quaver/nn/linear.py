@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from quaver.devices import operands_device
-from quaver.functional import LinearPlan, linear
+from quaver.functional import LinearPlan, dequantized, linear, quantize_weight
 from quaver.nn.base import QuantizedModule
 from quaver.nn.init import InitOptions, current_init, quantize_parameter
-from quaver.recipe import DEFAULT_RECIPE, Recipe
+from quaver.recipe import DEFAULT_RECIPE, Recipe, Role
 from quaver.scaling import Call, backward_passes
-from quaver.tensors import Float8Tensor, Payload
+from quaver.tensors import Quantized, QuantizedTensor
 
 
 class QuantizedLinear(QuantizedModule):
@@ -60,7 +62,7 @@ class QuantizedLinear(QuantizedModule):
     def _calibrate(self, x: torch.Tensor) -> None:
         state = self.recipe_states["forward"]
         state.observe(x.detach(), 0)
-        if not isinstance(self.weight, Float8Tensor):
+        if not isinstance(self.weight, QuantizedTensor):
             state.observe(self.weight_matrix().detach(), 1)
 
     def forward_quantized(
@@ -79,7 +81,7 @@ class QuantizedLinear(QuantizedModule):
             call.again,
             backward_passes(),
             call.outer,
-            None,
+            override=None if call.recipe is None else call.recipe.backward_override,
         )
         if is_first_microbatch is not None:
             plan = plan._replace(weight=self._cached_weight(weight, plan, is_first_microbatch))
@@ -87,21 +89,20 @@ class QuantizedLinear(QuantizedModule):
 
     def _cached_weight(
         self, weight: torch.Tensor, plan: LinearPlan, is_first_microbatch: bool
-    ) -> Payload:
+    ) -> Quantized:
         cache = self._weight_cache
-        if is_first_microbatch or cache is None or cache.data.device != weight.device:
-            if isinstance(weight, Float8Tensor):
-                cache = weight.payload()
-            else:
-                with torch.no_grad():
-                    cache = plan.forward.quantize(weight, 1, record=plan.record, again=plan.again)
-            self._weight_cache = cache
+        kept = None if cache is None else cache.rowwise
+        if is_first_microbatch or kept is None or kept.data.device != weight.device:
+            with torch.inference_mode(False), torch.no_grad():
+                cache = self._weight_cache = quantize_weight(weight, plan, columnwise=True)
+        if cache is None:
+            raise ValueError("there is no kept weight")
         return cache
 
     def _check_operands(self, x: torch.Tensor) -> None:
         operands_device(("x", "weight", "bias"), (x, self.weight, self.bias))
-        if not x.is_floating_point():
-            raise TypeError(f"x must be of a floating-point dtype, not {x.dtype}")
+        if not x.is_floating_point() or x.element_size() == 1:
+            raise TypeError(f"x must be of a high-precision floating-point dtype, not {x.dtype}")
         if x.dim() == 0 or x.shape[-1] != self.in_width():
             raise ValueError(
                 f"x must have {self.in_width()} features in its last dimension, "
@@ -112,7 +113,22 @@ class QuantizedLinear(QuantizedModule):
         """The size of x's last dimension."""
         return int(self.weight_matrix().shape[1])
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        brought = f"{prefix}weight" in state_dict
+        if brought and f"{prefix}_extra_state" not in state_dict:
+            self._forget_weight()
+
+    def _forget_weight(self) -> None:
+        """The weight was replaced: its scale and the kept copy are another's."""
+        self._weight_cache = None
+        if "forward" in self.recipe_states:
+            self.recipe_states["forward"].forget(1)
+
     # ---- quantized weights
+
+    def _weight_role(self) -> Role:
+        return Role("weight", self.qualified_name, type(self).__name__)
 
     def set_weight_scale(self) -> None:
         """Set the weight's scale from its own amax, so that the first cast knows one.
@@ -123,21 +139,21 @@ class QuantizedLinear(QuantizedModule):
         if weight.device.type == "meta":
             return
         self._refresh_states(self.recipe or DEFAULT_RECIPE, weight.device)
-        if not isinstance(weight, Float8Tensor):
+        if not isinstance(weight, QuantizedTensor):
             with torch.no_grad():
                 self.recipe_states["forward"].set_scale(1, weight.detach())
 
     def quantize_weight(self) -> None:
-        """Replace the weight by a Float8Tensor parameter, made on the weight's own device."""
-        if not isinstance(self.weight, Float8Tensor):
+        """Replace the weight by a quantized parameter, made on the weight's own device."""
+        if not isinstance(self.weight, QuantizedTensor):
             recipe = self.recipe or DEFAULT_RECIPE
-            self.weight = quantize_parameter(self.weight, recipe, preserve=False)
+            self.weight = quantize_parameter(self.weight, recipe, False, self._weight_role())
             self._weight_cache = None
 
     def dequantize_weight(self) -> None:
         """Replace a quantized weight by the high-precision values that it stands for."""
         weight = self.weight
-        if isinstance(weight, Float8Tensor):
+        if isinstance(weight, QuantizedTensor):
             self.weight = nn.Parameter(weight.dequantize(), requires_grad=weight.requires_grad)
             self._weight_cache = None
 
@@ -149,7 +165,7 @@ class Linear(QuantizedLinear, nn.Linear):  # type: ignore[misc]
         in_features, out_features, bias, device, dtype: as for torch.nn.Linear.
         recipe: in force where no `autocast` names one; None: high precision outside of `autocast`.
 
-    Under `quantized_model_init` the weight is a Float8Tensor.
+    Under `quantized_model_init` the weight is a quantized tensor.
     """
 
     _init_options: InitOptions | None = None
@@ -174,8 +190,8 @@ class Linear(QuantizedLinear, nn.Linear):  # type: ignore[misc]
     def reset_parameters(self) -> None:
         """Draw the parameters anew, as torch.nn.Linear does; a quantized weight stays quantized."""
         options = self._init_options
-        self._weight_cache = None
-        if isinstance(self.weight, Float8Tensor):
+        self._forget_weight()
+        if isinstance(self.weight, QuantizedTensor):
             self.weight = nn.Parameter(
                 torch.empty(self.weight.shape, dtype=self.weight.dtype, device=self.weight.device),
                 requires_grad=self.weight.requires_grad,
@@ -183,14 +199,26 @@ class Linear(QuantizedLinear, nn.Linear):  # type: ignore[misc]
         super().reset_parameters()
         if options is not None:
             recipe = options.recipe or self.recipe or DEFAULT_RECIPE
-            self.weight = quantize_parameter(self.weight, recipe, options.preserve)
+            self.weight = quantize_parameter(
+                self.weight, recipe, options.preserve, self._weight_role()
+            )
+
+    def forward(  # type: ignore[override]
+        self,
+        x: torch.Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        *,
+        input: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `QuantizedLinear.forward`; `input=` is x, as for torch.nn.Linear."""
+        given = input if x is None else x
+        if given is None:
+            raise TypeError("Linear.forward needs its input x")
+        return super().forward(given, is_first_microbatch)
 
     def forward_high_precision(self, x: torch.Tensor) -> torch.Tensor:
         """torch.nn.Linear's output; a quantized weight is dequantized for it."""
-        weight = self.weight
-        if isinstance(weight, Float8Tensor):
-            weight = weight.dequantize()
-        return nn.functional.linear(x, weight, self.bias)
+        return nn.functional.linear(x, dequantized(self.weight), self.bias)
 
     def _drop_quantized(self) -> None:
         super()._drop_quantized()

@@ -8,11 +8,12 @@ import torch
 from torch import nn
 
 from quaver.devices import on_device, operands_device
+from quaver.functional import dequantized
 from quaver.nn.init import current_init, quantize_parameter
 from quaver.nn.linear import Linear as LinearModule
 from quaver.nn.linear import QuantizedLinear
 from quaver.recipe import DEFAULT_RECIPE, Recipe
-from quaver.tensors import Float8Tensor
+from quaver.tensors import QuantizedTensor
 
 
 class FusibleOperation(nn.Module):
@@ -51,21 +52,18 @@ class BasicLinear(QuantizedLinear, FusibleOperation):
     def reset_parameters(self) -> None:
         """Draw the weight anew, as torch.nn.Linear does; a quantized one stays quantized."""
         weight = self.weight
-        if isinstance(weight, Float8Tensor):
+        if isinstance(weight, QuantizedTensor):
             weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         with torch.no_grad():
             nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
         options = self._init_options
         if options is not None:
             recipe = options.recipe or self.recipe or DEFAULT_RECIPE
-            self.weight = quantize_parameter(weight, recipe, options.preserve)
+            self.weight = quantize_parameter(weight, recipe, options.preserve, self._weight_role())
 
     def forward_high_precision(self, x: torch.Tensor) -> torch.Tensor:
         """The product without quantization; a quantized weight is dequantized for it."""
-        weight = self.weight
-        if isinstance(weight, Float8Tensor):
-            weight = weight.dequantize()
-        return nn.functional.linear(x, weight)
+        return nn.functional.linear(x, dequantized(self.weight))
 
     def extra_repr(self) -> str:
         """What repr() shows in the parentheses."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
+from torch.nn.modules import module as module_globals
 
 from quaver.devices import on_device, operands_device
 from quaver.ops.basic import BasicLinear, Bias, FusibleOperation
@@ -66,8 +67,14 @@ def _hooked(module: nn.Module) -> bool:
         module._backward_hooks,
         module._backward_pre_hooks,
     )
+    everywhere = (
+        module_globals._global_forward_hooks,
+        module_globals._global_forward_pre_hooks,
+        module_globals._global_backward_hooks,
+        module_globals._global_backward_pre_hooks,
+    )
     overridden = type(module).forward not in (BasicLinear.forward, Bias.forward)
-    return any(hooks) or overridden or "forward" in module.__dict__
+    return any(hooks) or any(everywhere) or overridden or "forward" in module.__dict__
 
 
 class OperationFuser:

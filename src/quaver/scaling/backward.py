@@ -8,12 +8,23 @@ outermost region of the thread whose forward it was.
 from __future__ import annotations
 
 import threading
+import weakref
+from typing import NamedTuple
 
 import torch
 
+from quaver.scaling.delayed import DelayedScalingState
 from quaver.scaling.finalize import settle
-from quaver.scaling.state import RecipeState
 from quaver.scaling.used import RECORDED, Used
+
+
+class _Alive:
+    """Held by the engine's callback alone: dead once the pass has ended, well or not."""
+
+
+class _Pass(NamedTuple):
+    used: Used
+    alive: weakref.ref[_Alive]
 
 
 class BackwardPasses:
@@ -24,22 +35,23 @@ class BackwardPasses:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._running: dict[int, Used] = {}
+        self._running: dict[int, _Pass] = {}
         self.compiled = Used()
 
     def join(self) -> Used:
         """What the running pass has used; its first caller queues the callback at its end."""
         task = torch._C._current_graph_task_id()
         with self._lock:
-            used = self._running.get(task)
-            if used is None:
-                used = self._running[task] = Used()
+            running = self._running.get(task)
+            if running is None:
+                alive = _Alive()
+                running = self._running[task] = _Pass(Used(), weakref.ref(alive))
                 if task != -1:
                     engine = torch.autograd.Variable._execution_engine
-                    engine.queue_callback(lambda: self._end(task))
-            return used
+                    engine.queue_callback(lambda: self._end(task, alive))
+            return running.used
 
-    def note(self, state: RecipeState, outer: Used | None) -> None:
+    def note(self, state: DelayedScalingState, outer: Used | None) -> None:
         """A backward node has recorded amaxes in `state`: finalize it when the pass has ended.
 
         Args:
@@ -51,11 +63,11 @@ class BackwardPasses:
         with self._lock:
             used.add(state, RECORDED)
 
-    def _end(self, task: int) -> None:
+    def _end(self, task: int, alive: _Alive) -> None:
         with self._lock:
-            used = self._running.pop(task, None)
-        if used is not None:
-            settle(used)
+            ended = self._running.pop(task, None)
+        if ended is not None:
+            settle(ended.used)
 
     def settle(self) -> None:
         """Finalize what no callback has: at the entry of an outermost region, on every rank."""
@@ -63,9 +75,9 @@ class BackwardPasses:
             settle(self.compiled)
         if torch.compiler.is_compiling() or not self._running:
             return
-        if torch._C._current_graph_task_id() != -1:  # inside a backward: its callback will come
-            return
         with self._lock:
-            left, self._running = list(self._running.values()), {}
-        for used in left:
-            settle(used)
+            left = {task: p for task, p in self._running.items() if p.alive() is None}
+            for task in left:
+                del self._running[task]
+        for each in left.values():
+            settle(each.used)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import sys
+from typing import Any, NamedTuple
 
 import torch
 
 from quaver.errors import QuaverError
 from quaver.recipe import DEFAULT_RECIPE, Recipe
+from quaver.scaling.delayed import DelayedScalingState
 from quaver.scaling.regions import Region, backward_passes, current_region, enter, leave
 from quaver.scaling.state import RecipeState, Scales
 from quaver.scaling.used import CALIBRATED, RECORDED, SEEN, Used
@@ -50,11 +52,19 @@ def begin_call(attached: Recipe | None, state: RecipeState | None) -> Call:
         again = _recomputation(state)
         if again is not None:
             return again
-    opened = open_call_region() if attached is not None else None
     region = current_region()
+    opened = None
+    if region is None and attached is not None:
+        region = opened = Region(None)
+        region.by_call = True
+        enter(region)
     if region is None or not region.active:
         return HIGH_PRECISION
-    recipe = region.recipe or attached or DEFAULT_RECIPE
+    recipe = region.recipe or attached
+    if recipe is None:
+        if region.by_call:
+            return HIGH_PRECISION
+        recipe = DEFAULT_RECIPE
     record = RECORDED if torch.is_grad_enabled() else SEEN
     if region.records_always:
         record = CALIBRATED
@@ -67,19 +77,27 @@ def end_call(call: Call) -> None:
         leave(call.own_region)
 
 
-def open_call_region() -> Region | None:
-    """Open a region for one call of a module with a recipe attached, unless one is entered."""
-    if current_region() is not None:
-        return None
-    region = Region(None, enabled=True, calibrating=False, group=None)
-    enter(region)
-    return region
-
-
-def close_call_region(region: Region | None) -> None:
-    """Close what `open_call_region` returned."""
+def open_call_region(module: Any) -> None:
+    """Before a call of `module`, whose hook this is: open a region unless one is entered."""
+    region = current_region()
     if region is not None:
-        leave(region)
+        if region.by_call and region.owner is module:
+            region.calls += 1
+        return
+    region = Region(None, owner=module)
+    region.by_call = True
+    if not torch.compiler.is_compiling():
+        region.frame = sys._getframe(2)  # of the call itself, whose hook called this
+    enter(region)
+
+
+def close_call_region(module: Any) -> None:
+    """After a call of `module`: close the region that its `open_call_region` opened."""
+    region = current_region()
+    if region is not None and region.by_call and region.owner is module:
+        region.calls -= 1
+        if region.calls == 0:
+            leave(region)
 
 
 def note_forward(
@@ -92,7 +110,7 @@ def note_forward(
     """
     compiling = torch.compiler.is_compiling()
     if call.outer is not None:
-        if call.record:
+        if call.record and isinstance(forward, DelayedScalingState):
             call.outer.add(forward, call.record)
         return
     region = current_region()
@@ -100,22 +118,25 @@ def note_forward(
         raise QuaverError("a forward outside of any region cannot use scaling states")
     collector = region.collector()
     used = collector.used
-    used.add(forward, call.record)
     if not torch.is_grad_enabled():
         collector.trains |= requires_grad
-    elif call.quantized:
+    if isinstance(forward, DelayedScalingState):
+        used.add(forward, call.record)
+    if call.quantized and torch.is_grad_enabled() and isinstance(backward, DelayedScalingState):
         used.add(backward, SEEN)
         if compiling:  # a compiled backward cannot say so itself
             backward_passes().compiled.add(backward, RECORDED)
     if not compiling:
         recipe = call.recipe if call.quantized else None
-        forward.uses.note(Use(recipe, call.group, forward.updates, call.record != SEEN))
+        grad, recorded = torch.is_grad_enabled(), call.record != SEEN
+        forward.uses.note(Use(recipe, call.group, forward.updates, recorded, grad))
 
 
 def note_high_precision(forward: RecipeState) -> None:
     """Note a forward without quantization of a module that has states."""
     if torch._C._current_graph_task_id() == -1:  # else it is a recomputation of one
-        forward.uses.note(Use(None, None, forward.updates, recorded=False))
+        grad = torch.is_grad_enabled()
+        forward.uses.note(Use(None, None, forward.updates, recorded=False, grad=grad))
 
 
 def _recomputation(state: RecipeState | None) -> Call | None:

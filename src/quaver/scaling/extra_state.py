@@ -1,23 +1,28 @@
 """A module's scaling states as one uint8 tensor for checkpoints: no pickle, of a fixed size.
 
 Layout, little-endian: a header of 16 int32 (magic, version, capacity, then for each direction the
-number of slots, the history's length, and whether there is a state), then for each direction
-float32: scale [n], ready [n], history [capacity, n] (row 0 accumulating, then the oldest first;
-unused rows are zero).
+number of slots, the history's length, and whether there is a state; at the end the number of the
+last forward, for random bits, and whether there is one), then for each direction float32: scale
+[n], ready [n], history [capacity, n] (row 0 accumulating, then the oldest first; unused rows are
+zero).
 """
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 
 from quaver.errors import CheckpointError
 from quaver.recipe import DelayedScaling
-from quaver.scaling.state import RecipeState, resized_history
+from quaver.scaling.delayed import DelayedScalingState, resized_history
+from quaver.scaling.state import RecipeState
 
 MODES = ("forward", "backward")
 _MAGIC = 0x51564552  # "QVER"
 _VERSION = 1
 _HEADER = 16
+_NUMBER = 13  # the header's words 13 and 14: a forward's number; 15: whether there is one
 _DEFAULT_CAPACITY = 1024
 
 
@@ -33,12 +38,15 @@ def pack(
     """
     capacity = max(_DEFAULT_CAPACITY, recipe.amax_history_len if recipe is not None else 0)
     words = _HEADER + sum(sizes[mode] * (2 + capacity) for mode in MODES)
-    if not states:
+    if not any(
+        isinstance(state, DelayedScalingState) and state.device.type != "meta"
+        for state in states.values()
+    ):
         return torch.zeros(words * 4, dtype=torch.uint8)
     header = [_MAGIC, _VERSION, capacity]
     parts: list[torch.Tensor] = []
     for mode in MODES:
-        state = states[mode]
+        state = cast(DelayedScalingState, states[mode])
         length = state.amax_history.shape[0]
         header += [state.num_quantizers, min(length, capacity), 1]
         history = state.amax_history
@@ -52,7 +60,7 @@ def pack(
 
 def unpack(
     packed: torch.Tensor, sizes: dict[str, int], recipe: DelayedScaling | None
-) -> dict[str, RecipeState]:
+) -> dict[str, DelayedScalingState]:
     """The states that `pack` wrote, on the CPU; empty if there were none.
 
     Args:
@@ -65,7 +73,7 @@ def unpack(
         given = f"{packed.dtype} {tuple(packed.shape)}" if torch.is_tensor(packed) else type(packed)
         raise CheckpointError(f"extra state must be a flat uint8 tensor of Quaver's, not {given}")
     packed = packed.detach().cpu().contiguous()
-    if not packed.any():
+    if not (packed[: _NUMBER * 4].any() or packed[_HEADER * 4 :].any()):
         return {}
     if packed.numel() < _HEADER * 4:
         raise CheckpointError(f"extra state is cut short: {packed.numel()} bytes")
@@ -81,7 +89,7 @@ def unpack(
             f"extra state must have {expected * 4} bytes for {sizes}, not {packed.numel()}"
         )
     body = packed[_HEADER * 4 :].clone().view(torch.float32)
-    states: dict[str, RecipeState] = {}
+    states: dict[str, DelayedScalingState] = {}
     for i, mode in enumerate(MODES):
         slots, length, present = header[3 + 3 * i : 6 + 3 * i]
         if slots != sizes[mode] or not 1 <= length <= capacity or present != 1:
@@ -96,7 +104,7 @@ def unpack(
 
 def _restore(
     body: torch.Tensor, mode: str, slots: int, length: int, recipe: DelayedScaling | None
-) -> RecipeState:
+) -> DelayedScalingState:
     scale, ready, flat = body[:slots], body[slots : 2 * slots], body[2 * slots :]
     history = flat.view(-1, slots)
     if not (torch.isfinite(scale).all() and (scale > 0).all()):
@@ -106,9 +114,24 @@ def _restore(
     if torch.isnan(history).any() or (history < 0).any():
         raise CheckpointError("an amax history must hold no NaN and nothing negative")
     follow = recipe or DelayedScaling(amax_history_len=length)
-    state = RecipeState(follow, mode, slots, torch.device("cpu"))
+    state = DelayedScalingState(follow, mode, slots, torch.device("cpu"))
     state.scale.copy_(scale)
     state.ready.copy_(ready)
     state.amax_history = resized_history(history, follow.amax_history_len)
     state.unset = [u and r == 0 for u, r in zip(state.unset, ready.tolist(), strict=True)]
     return state
+
+
+def pack_number(packed: torch.Tensor, number: int | None) -> None:
+    """Write the number of a module's last forward into what `pack` gave."""
+    if number is not None:
+        words = torch.tensor([number], dtype=torch.int64).view(torch.int32).tolist()
+        packed[: _HEADER * 4].view(torch.int32)[_NUMBER:] = torch.tensor([*words, 1])
+
+
+def unpack_number(packed: torch.Tensor) -> int | None:
+    """The number that `pack_number` wrote; None if there was none."""
+    words = packed[: _HEADER * 4].detach().cpu().clone().view(torch.int32)
+    if words.numel() < _HEADER or words[-1] != 1:
+        return None
+    return int(words[_NUMBER:-1].clone().view(torch.int64).item())

@@ -12,14 +12,15 @@ from quaver.devices import group_by_device, on_device
 from quaver.formats import MAX
 from quaver.kernels import custom_scale_update, scale_update
 from quaver.kernels.scale_update.reference import history_amax, next_scale
+from quaver.scaling.delayed import DelayedScalingState
 from quaver.scaling.registry import Key, key_of, register
 from quaver.scaling.registry import slots as registered_slots
-from quaver.scaling.state import RecipeState, Scales
+from quaver.scaling.state import Scales
 from quaver.scaling.used import Used
 
 
 @torch.no_grad()
-def finalize(states: list[RecipeState], one_device: bool, keys: Iterable[Key] = ()) -> None:
+def finalize(states: list[DelayedScalingState], one_device: bool, keys: Iterable[Key] = ()) -> None:
     """Update the scales of `states`.
 
     Without a reduction exactly these states are updated. With one, each key is reduced in one
@@ -30,7 +31,7 @@ def finalize(states: list[RecipeState], one_device: bool, keys: Iterable[Key] = 
         keys: further keys that take part in reductions, though none of their states is given:
             other ranks may have used some.
     """
-    by_key: dict[Key, list[RecipeState]] = {}
+    by_key: dict[Key, list[DelayedScalingState]] = {}
     for state in states:
         by_key.setdefault(key_of(state), []).append(state)
     for key, members in by_key.items():
@@ -49,7 +50,7 @@ def reduces(key: Key) -> bool:
     return dist.get_world_size(key.group) > 1
 
 
-def _update_locally(states: list[RecipeState], one_device: bool) -> None:
+def _update_locally(states: list[DelayedScalingState], one_device: bool) -> None:
     if one_device:
         _update(states, None)
         return
@@ -57,11 +58,10 @@ def _update_locally(states: list[RecipeState], one_device: bool) -> None:
         _update(group, None)
 
 
-def _update(states: list[RecipeState], amaxes: torch.Tensor | None) -> None:
+def _update(states: list[DelayedScalingState], amaxes: torch.Tensor | None) -> None:
     """Update states of one key on one device; `amaxes` as in the kernel `scale_update`."""
     recipe = states[0].recipe
-    if not torch.compiler.is_compiling():
-        _remember(states)
+    before = [] if torch.compiler.is_compiling() else _copies(states)
     if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
         _update_with_functions(states, amaxes)
     else:
@@ -73,20 +73,21 @@ def _update(states: list[RecipeState], amaxes: torch.Tensor | None) -> None:
             states[0].limit,
             recipe.amax_compute_algo,
         )
-    if not torch.compiler.is_compiling():
+    if before:
+        for state, scales in zip(states, before, strict=True):
+            state.past.append(scales)
+            state.updates += 1
         _learn_readiness(states)
 
 
-def _remember(states: list[RecipeState]) -> None:
-    """Keep the scales as they are, for forwards that a later backward pass recomputes."""
+def _copies(states: list[DelayedScalingState]) -> list[Scales]:
+    """The scales as they are, for forwards that a later backward pass recomputes."""
     tensors = [s.scale for s in states] + [s.ready for s in states]
     copies = torch._foreach_add(tensors, 0.0)  # one launch for all of them
-    for state, scale, ready in zip(states, copies, copies[len(states) :], strict=False):
-        state.past.append(Scales(scale, ready))
-        state.updates += 1
+    return [Scales(*pair) for pair in zip(copies, copies[len(states) :], strict=False)]
 
 
-def _update_with_functions(states: list[RecipeState], amaxes: torch.Tensor | None) -> None:
+def _update_with_functions(states: list[DelayedScalingState], amaxes: torch.Tensor | None) -> None:
     recipe, limit = states[0].recipe, states[0].limit
     algorithm, scaling = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
 
@@ -108,7 +109,7 @@ def _update_with_functions(states: list[RecipeState], amaxes: torch.Tensor | Non
         custom_scale_update(state.amax_history, state.scale, state.ready, part, choose, rule)
 
 
-def _learn_readiness(states: list[RecipeState]) -> None:
+def _learn_readiness(states: list[DelayedScalingState]) -> None:
     """Read back which slots have a scale now: once or twice in a state's life, one copy a device.
 
     From then on the host knows it, and their casts need no amax of their own first.
@@ -126,11 +127,11 @@ def _learn_readiness(states: list[RecipeState]) -> None:
 class _Share(NamedTuple):
     """The part of the buffer that lives on one device."""
 
-    states: list[RecipeState]
+    states: list[DelayedScalingState]
     places: list[int]  # which slots of the key
 
 
-def _update_reduced(key: Key, used: list[RecipeState]) -> None:
+def _update_reduced(key: Key, used: list[DelayedScalingState]) -> None:
     """One MAX all-reduce over every slot of `key` in registration order, then the update.
 
     States on several devices: each device's part is gathered to the device of the first registered
@@ -163,7 +164,7 @@ def _update_reduced(key: Key, used: list[RecipeState]) -> None:
 def _gather(
     shares: dict[torch.device, _Share],
     sizes: list[int],
-    used: set[RecipeState],
+    used: set[DelayedScalingState],
     first: torch.device,
 ) -> torch.Tensor:
     """The buffer: every slot's accumulated amaxes, zeros (neutral to MAX) where unused or dead."""
@@ -177,7 +178,7 @@ def _gather(
     return torch.cat(pieces)
 
 
-def discard(states: list[RecipeState]) -> None:
+def discard(states: list[DelayedScalingState]) -> None:
     """Drop what was accumulated since the last update, so that it cannot leak into the next."""
     for state in states:
         state.amax_history[0].zero_()
@@ -192,7 +193,7 @@ def settle(used: Used) -> None:
         finalize(states, one_device)
 
 
-def register_reduced(states: Iterable[RecipeState]) -> None:
+def register_reduced(states: Iterable[DelayedScalingState]) -> None:
     """Register those of `states` whose amaxes are reduced, in their order.
 
     The order must be that of the forwards, which is the same on every rank; nodes of a backward

@@ -2,21 +2,21 @@
 
 A region is entered by `autocast`, or by a call of a module that has a recipe attached while no
 region is active. The outermost active region collects the states that are used inside, and
-finalizes them at its exit.
+finalizes them when it is left.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
-from contextlib import ContextDecorator
-from types import TracebackType
+from types import FrameType
 from typing import Any
 
 import torch
 
-from quaver.errors import RecipeError
-from quaver.recipe import DEFAULT_RECIPE, Recipe
+from quaver.errors import QuaverError
+from quaver.recipe import Recipe
 from quaver.scaling.backward import BackwardPasses
 from quaver.scaling.finalize import discard, finalize, register_reduced
 from quaver.scaling.registry import Key
@@ -24,19 +24,41 @@ from quaver.scaling.used import CALIBRATED, RECORDED, Used
 
 
 class Region:
-    """One entered region; `recipe` None means the module's attached one, else the default."""
+    """One entered region.
 
-    def __init__(self, recipe: Recipe | None, enabled: bool, calibrating: bool, group: Any) -> None:
+    Attributes:
+        recipe: None means the module's attached one.
+        by_call: opened by a call of a module: modules without a recipe stay in high precision.
+            Otherwise they take the default recipe.
+        owner: what entered it.
+        frame: of the call that opened it with a hook, which may end without the hook that leaves.
+        calls: how many calls of `owner` are under way inside, one in another.
+        used: what was used inside, if this is the outermost active region.
+        keys: what takes part in reductions though no state of it may be used.
+        trains: an input that requires grad was seen under no_grad.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | None,
+        enabled: bool = True,
+        calibrating: bool = False,
+        group: Any = None,
+        owner: Any = None,
+    ) -> None:
         self.recipe = recipe
         self.enabled = enabled
         self.calibrating = calibrating and not enabled
         self.group = group
         self.records_always = calibrating
+        self.owner = owner
+        self.by_call = False
+        self.frame: FrameType | None = None
+        self.calls = 1
         self.parent: Region | None = None
-        self.outermost: Region | None = None  # the outermost active region, None: this one
         self.used = Used()
         self.keys: dict[Key, None] = {}
-        self.trains = False  # seen: an input that requires grad, under no_grad
+        self.trains = False
 
     @property
     def active(self) -> bool:
@@ -44,8 +66,13 @@ class Region:
         return self.enabled or self.calibrating
 
     def collector(self) -> Region:
-        """The region that finalizes what is used inside this one."""
-        return self if self.outermost is None else self.outermost
+        """The outermost active region around this one, or this one: what finalizes."""
+        outermost, region = self, self.parent
+        while region is not None:
+            if region.active:
+                outermost = region
+            region = region.parent
+        return outermost
 
 
 class _Thread(threading.local):
@@ -61,7 +88,26 @@ _thread = _Thread()
 
 def current_region() -> Region | None:
     """The innermost region of this thread."""
+    if not torch.compiler.is_compiling():
+        _leave_interrupted()
     return _thread.region
+
+
+def _leave_interrupted() -> None:
+    """Leave the regions of calls that an interrupt ended.
+
+    A module calls its hooks after an Exception, but not after a KeyboardInterrupt. Such a call is
+    known by its frame, which is no longer on the stack.
+    """
+    region = _thread.region
+    while region is not None and region.frame is not None:
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None and frame is not region.frame:
+            frame = frame.f_back
+        if frame is not None:
+            return
+        leave(region)
+        region = _thread.region
 
 
 def backward_passes() -> BackwardPasses:
@@ -71,20 +117,38 @@ def backward_passes() -> BackwardPasses:
 
 def enter(region: Region) -> None:
     """Make `region` the innermost one of this thread."""
-    parent = _thread.region
-    region.parent = parent
-    collector = parent.collector() if parent is not None else None
-    if collector is not None and collector.active:
-        region.outermost = collector
-    elif region.active:
+    region.parent = current_region()
+    if region.active and region.collector() is region:
         _thread.passes.settle()
     _thread.region = region
 
 
+def entered_by(owner: Any) -> Region:
+    """The innermost region of this thread that `owner` entered.
+
+    Raises:
+        QuaverError: there is none: it was entered on another thread.
+    """
+    region = _thread.region
+    while region is not None and region.owner is not owner:
+        region = region.parent
+    if region is None:
+        raise QuaverError("an autocast must be left on the thread on which it was entered")
+    return region
+
+
 def leave(region: Region) -> None:
-    """Leave `region`, the innermost one; the outermost active one finalizes."""
-    _thread.region = region.parent
-    if region.active and region.outermost is None:
+    """Leave `region`, which need not be the innermost; the outermost active one finalizes."""
+    finalizes = region.active and region.collector() is region
+    inner = _thread.region
+    if inner is region:
+        _thread.region = region.parent
+    else:  # a generator, say, holds a later one open
+        while inner is not None and inner.parent is not region:
+            inner = inner.parent
+        if inner is not None:
+            inner.parent = region.parent
+    if finalizes:
         try:
             _finish(region)
         finally:
@@ -100,7 +164,8 @@ def _finish(region: Region) -> None:
         if not region.trains:  # else it is the first run of a reentrant checkpoint
             _warn_uncalibrated(region.used)
     if not torch.compiler.is_compiling():
-        register_reduced(region.used.states)
+        # What only inference used must not: it may run on one rank alone.
+        register_reduced(region.used.states if grad or region.trains else states)
     keys = region.keys if grad else ()
     if states or keys:
         finalize(states, len(region.used.devices) == 1, keys)
@@ -127,57 +192,13 @@ def _warn_uncalibrated(used: Used) -> None:
     warnings.warn(
         f"delayed scaling has no scales yet in {shown}: each tensor's own amax is used; calibrate "
         "with autocast(enabled=False, calibrating=True) over typical inputs",
-        stacklevel=2,
+        stacklevel=_outside(),
     )
 
 
-class autocast(ContextDecorator):  # noqa: N801 - the name that users of PyTorch and TransformerEngine know
-    """Context manager: Quaver's modules inside compute in FP8. Regions nest; the innermost counts.
-
-    Args:
-        enabled: whether modules inside quantize.
-        calibrating: with enabled=False: compute in high precision and record amaxes, also under
-            no_grad, so that scales are known afterwards.
-        recipe: what to quantize with; None: the recipe that `convert` attached to a module, else
-            DelayedScaling().
-        amax_reduction_group: the process group whose ranks share amaxes; None: the default group.
-
-    Raises:
-        RecipeError: `recipe` is not a recipe.
-
-    At the exit of the outermost enabled region, if grad mode is on there, the forward scales are
-    updated from the amaxes seen inside; the backward scales at the end of a backward pass. Under
-    no_grad nothing is updated. The state is per thread.
-    """
-
-    def __init__(
-        self,
-        enabled: bool = True,
-        calibrating: bool = False,
-        recipe: Recipe | None = None,
-        amax_reduction_group: Any = None,
-    ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise RecipeError(
-                f"recipe must be a recipe such as DelayedScaling(), or None, not {recipe!r}"
-            )
-        self._options = (recipe, enabled, calibrating, amax_reduction_group)
-
-    def __enter__(self) -> None:
-        region = Region(*self._options)
-        enter(region)
-        if region.enabled:
-            # Takes part in the reduction even if this rank uses no module inside; the region of a
-            # single call names no recipe, and there the states that it uses say their keys.
-            key = Key(region.recipe or DEFAULT_RECIPE, region.group, "forward")
-            region.collector().keys[key] = None
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        region = _thread.region
-        if region is not None:
-            leave(region)
+def _outside() -> int:
+    """The stack level of the user's code, for a warning that the caller gives."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").startswith("quaver."):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -11,7 +11,7 @@ import weakref
 from typing import Any, NamedTuple
 
 from quaver.recipe import Recipe
-from quaver.scaling.state import RecipeState
+from quaver.scaling.delayed import DelayedScalingState
 
 
 class Key(NamedTuple):
@@ -22,7 +22,7 @@ class Key(NamedTuple):
     mode: str
 
 
-def key_of(state: RecipeState) -> Key:
+def key_of(state: DelayedScalingState) -> Key:
     """The key under which `state` is finalized."""
     return Key(state.recipe, state.group, state.mode)
 
@@ -30,7 +30,7 @@ def key_of(state: RecipeState) -> Key:
 class Slot(NamedTuple):
     """A state's place in the buffer; `state()` is None once it is dead."""
 
-    state: weakref.ref[RecipeState]
+    state: weakref.ref[DelayedScalingState]
     size: int
 
 
@@ -38,7 +38,7 @@ _slots: dict[Key, list[Slot]] = {}
 _lock = threading.Lock()
 
 
-def register(state: RecipeState) -> None:
+def register(state: DelayedScalingState) -> None:
     """Give `state` the next slot of its key, unless it has one there."""
     key = key_of(state)
     with _lock:

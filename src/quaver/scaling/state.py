@@ -6,20 +6,21 @@ object, not a buffer: a buffer would be cast by `module.to(torch.bfloat16)`.
 
 from __future__ import annotations
 
-from collections import deque
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from quaver.devices import has_current
-from quaver.errors import QuaverError, RecipeError
-from quaver.formats import MAX
-from quaver.kernels import amax, cast
-from quaver.kernels.cast.reference import scale_from_amax
-from quaver.recipe import DelayedScaling, Recipe
-from quaver.scaling.uses import KEPT, Uses
-from quaver.tensors import Payload
+from quaver.errors import RecipeError
+from quaver.recipe import Recipe, Role
+from quaver.scaling.uses import Uses
+from quaver.tensors import Quantized
+
+Maker = Callable[[Any, str, int, torch.device], "RecipeState"]
+
+FORWARD_SLOTS = ("input", "weight", "output")
+BACKWARD_SLOTS = ("grad_output", "grad_input")
 
 
 class Scales(NamedTuple):
@@ -29,43 +30,50 @@ class Scales(NamedTuple):
     ready: torch.Tensor
 
 
+class Request(NamedTuple):
+    """What is wanted of one quantization.
+
+    Attributes:
+        rowwise, columnwise: the operands to make.
+        record: raise the slot's amax to max|x|.
+        again: in a recomputation, the scales of the first run.
+        draw: the number of the forward, for random bits; int64 [1].
+    """
+
+    rowwise: bool = True
+    columnwise: bool = False
+    record: bool = False
+    again: Scales | None = None
+    draw: torch.Tensor | None = None
+
+
 class RecipeState:
-    """Scales and amax histories of one module's tensors in one direction, DelayedScaling.
+    """What a recipe remembers of one module's tensors in one direction; base class.
 
     Attributes:
         recipe: the recipe that the state follows.
         mode: "forward" (slots: input, weight, output a GEMM) or "backward" (grad_output,
             grad_input).
-        scale: float32 [n]; multiplies before the cast.
-        amax_history: float32 [amax_history_len, n]; row 0 accumulates, the last row is the newest.
-        ready: float32 [n]; 1 where `scale` was set, 0 where nothing is known yet.
-        unset: a bool a slot: True while the host does not know that `ready` is 1.
-        cast_unset: a bool a slot: it was cast while `unset`.
+        num_quantizers: how many slots there are.
         group: the process group of the reduction, set by each use.
         name: of the module, for warnings.
+        uses: the last forwards, for their recomputation.
+        updates: how many finalizations the state has seen.
+        cast_unset: a bool a slot: it was cast while the host did not know a scale for it.
     """
 
-    def __init__(
-        self, recipe: DelayedScaling, mode: str, num_quantizers: int, device: torch.device
-    ) -> None:
+    def __init__(self, recipe: Recipe, mode: str, num_quantizers: int) -> None:
         self.recipe = recipe
         self.mode = mode
+        self.num_quantizers = num_quantizers
         self.group: Any = None
         self.name = ""
+        self.module_type = ""
         self.warned = False
         self.updates = 0
         self.uses = Uses()
-        self.past: deque[Scales] = deque(maxlen=KEPT)
         self.registered: set[Any] = set()
-        known = recipe.first_scale == "one"
-        self.unset = [not known] * num_quantizers
         self.cast_unset = [False] * num_quantizers
-        # A state made in inference mode must still be updated in place outside of it.
-        with torch.inference_mode(False), torch.no_grad():
-            make = partial(torch.full, dtype=torch.float32, device=device)
-            self.scale = make((num_quantizers,), 1.0)
-            self.ready = make((num_quantizers,), float(known))
-            self.amax_history = make((recipe.amax_history_len, num_quantizers), 0.0)
 
     @staticmethod
     def create(
@@ -83,141 +91,109 @@ class RecipeState:
         """
         if mode not in ("forward", "backward"):
             raise RecipeError(f'mode must be "forward" or "backward", not {mode!r}')
-        if not isinstance(recipe, DelayedScaling):
-            raise RecipeError(f"a recipe such as DelayedScaling() is needed, not {recipe!r}")
         place = torch.device(device)
         if has_current(place) and place.index is None:
             raise RecipeError(f"a device with an index is needed, such as {place}:0, not {place}")
-        return RecipeState(recipe, mode, num_quantizers, place)
-
-    @property
-    def num_quantizers(self) -> int:
-        """How many slots the state has."""
-        return int(self.scale.shape[0])
+        for recipe_class, make in _makers.items():
+            if isinstance(recipe, recipe_class):
+                return make(recipe, mode, num_quantizers, place)
+        raise RecipeError(f"a recipe such as DelayedScaling() is needed, not {recipe!r}")
 
     @property
     def device(self) -> torch.device:
         """Where the state's tensors live."""
-        return self.scale.device
+        raise NotImplementedError
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The FP8 dtype of this direction."""
-        return self.recipe.fp8_format.dtype(self.mode)
-
-    @property
-    def limit(self) -> float:
-        """fp8_max * 2^-margin: what an amax is scaled to."""
-        return MAX[self.dtype] * 2.0**-self.recipe.margin
-
-    def expect(self, slot: int) -> None:
-        """Say that `slot` is about to be cast: its scale is asked for at the next finalization."""
-        if self.unset[slot]:
-            self.cast_unset[slot] = True
-
-    def scales_at(self, updates: int) -> Scales | None:
-        """The scales as they were after `updates` updates; None: as they are now.
-
-        Raises:
-            QuaverError: that is too long ago.
-        """
-        age = self.updates - updates
-        if age == 0:
-            return None
-        if age > len(self.past):
-            raise QuaverError(
-                f"a recomputed forward needs the scales that its first run used, {age} updates ago,"
-                f" but {len(self.past)} are kept; run its backward earlier"
-            )
-        return self.past[-age]
-
-    def quantize(
-        self, x: torch.Tensor, slot: int, *, record: bool, again: Scales | None = None
-    ) -> Payload:
-        """Cast x with the scale of `slot`.
+    def belong(self, name: str, module_type: str) -> None:
+        """Say whose state this is.
 
         Args:
-            x: [..., K], high precision, on the state's device.
-            record: raise the slot's amax to max|x|.
-            again: in a recomputation, the scales of the first run.
+            name: where the module stands in its model, or what it is.
+            module_type: the name of its class.
         """
-        scale, ready = self.scale, self.ready if self.unset[slot] else None
-        if again is not None:
-            scale, ready = again
-        history = self.amax_history if record else None
-        margin = self.recipe.margin
-        data, _, scale_inv = cast(x, scale, history, ready, slot, self.dtype, False, margin)
-        return Payload(data, scale_inv)
+        self.name = name
+        self.module_type = module_type
+
+    def role(self, slot: int) -> Role:
+        """Which tensor of which module `slot` is for."""
+        names = FORWARD_SLOTS if self.mode == "forward" else BACKWARD_SLOTS
+        return Role(names[slot % len(names)], self.name, self.module_type)
+
+    def operands(self, x: torch.Tensor, slot: int, request: Request) -> Quantized:
+        """Quantize x [M, K], on the state's device, as the tensor of `slot`."""
+        raise NotImplementedError
+
+    def scales_at(self, updates: int) -> Scales | None:
+        """The scales as they were after `updates` updates; None: as they are now."""
+        return None
+
+    def expect(self, slot: int) -> None:
+        """Say that `slot` is about to be cast."""
+
+    def draw(self) -> torch.Tensor | None:
+        """The number of this forward, int64 [1], where its backward draws random bits."""
+        return None
+
+    def last_number(self) -> int | None:
+        """The number of the last forward, where there are any."""
+        return None
+
+    def resume(self, number: int) -> None:
+        """Number the forwards from `number` on."""
 
     def observe(self, x: torch.Tensor, slot: int) -> None:
-        """Record max|x| without a cast, for calibration."""
-        self.expect(slot)
-        amax(x, self.amax_history, slot)
+        """Record what calibration needs of x, without a cast."""
+
+    def forget(self, slot: int) -> None:
+        """Say that the tensor of `slot` was replaced by another."""
 
     def set_scale(self, slot: int, x: torch.Tensor) -> None:
-        """Set the scale of `slot` from the amax of x, ahead of any update."""
-        own = torch.zeros(1, dtype=torch.float32, device=x.device)
-        amax(x, own, 0)
-        self.scale[slot] = scale_from_amax(own[0], self.limit)
-        self.ready[slot] = 1.0
-        self.unset[slot] = False
+        """Set the scale of `slot` from x, ahead of any update."""
 
     def follow(self, recipe: Recipe) -> bool:
-        """Follow `recipe` from now on: the scales and the newest history entries are kept.
-
-        Returns:
-            False if the recipe is of another class, which needs another state.
-        """
-        if not isinstance(recipe, DelayedScaling):
-            return False
-        if recipe.amax_history_len != self.amax_history.shape[0]:
-            self.amax_history = resized_history(self.amax_history, recipe.amax_history_len)
-        if recipe.first_scale == "one" and any(self.unset):
-            self.unset = [False] * self.num_quantizers
-            self.ready.fill_(1.0)
-        self.recipe = recipe
-        return True
+        """Follow `recipe` from now on; False if that needs another state."""
+        raise NotImplementedError
 
     def move(self, device: torch.device) -> None:
-        """Take the state to `device`, values kept; from the meta device there are none to keep."""
-        if self.device.type == "meta" and device.type != "meta":
-            fresh = RecipeState(self.recipe, self.mode, self.num_quantizers, device)
-            for name in (*_TENSORS, "unset", "cast_unset"):
-                setattr(self, name, getattr(fresh, name))
-            return
-        with torch.inference_mode(False), torch.no_grad():
-            for name in _TENSORS:
-                setattr(self, name, getattr(self, name).to(device))
-        self.past.clear()
+        """Take the state to `device`, values kept."""
+        raise NotImplementedError
 
     def copy(self) -> RecipeState:
         """An independent state with the same values; it registers itself when it is used."""
-        twin = object.__new__(RecipeState)
+        twin: RecipeState = object.__new__(type(self))
         twin.__setstate__(self.__getstate__())
-        for name in _TENSORS:
-            setattr(twin, name, getattr(self, name).clone())
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> RecipeState:
+        twin = memo[id(self)] = self.copy()
         return twin
 
     def __getstate__(self) -> dict[str, Any]:
         # Registration and process group belong to this object, not to what it holds.
         state = dict(self.__dict__)
-        state.update(registered=set(), group=None, uses=Uses(), past=deque(maxlen=KEPT))
-        state.update(unset=list(self.unset), cast_unset=list(self.cast_unset))
+        state.update(registered=set(), group=None, uses=Uses())
+        state.update(cast_unset=list(self.cast_unset))
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        with torch.inference_mode(False), torch.no_grad():
+            for name, value in state.items():  # what was read in inference mode must be trainable
+                if isinstance(value, torch.Tensor) and value.is_inference():
+                    self.__dict__[name] = value.clone()
 
 
-_TENSORS = ("scale", "ready", "amax_history")
+_makers: dict[type[Recipe], Maker] = {}
 
 
-def resized_history(history: torch.Tensor, length: int) -> torch.Tensor:
-    """`history` [L, n] as [length, n]: row 0 (accumulating) and the newest rows, at the end."""
-    with torch.inference_mode(False), torch.no_grad():
-        new = history.new_zeros(length, history.shape[1])
-        new[0] = history[0]
-        kept = min(length, history.shape[0]) - 1
-        if kept:
-            new[-kept:] = history[-kept:]
-    return new
+C = TypeVar("C", bound=Maker)
+
+
+def makes_state(*recipes: type[Recipe]) -> Callable[[C], C]:
+    """Class decorator: the state of these recipes."""
+
+    def register(maker: C) -> C:
+        _makers.update(dict.fromkeys(recipes, maker))
+        return maker
+
+    return register

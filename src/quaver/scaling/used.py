@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from quaver.scaling.state import RecipeState
+from quaver.scaling.delayed import DelayedScalingState
 
 SEEN = 0
 """Used, its amaxes not recorded (no grad mode)."""
@@ -21,16 +21,16 @@ class Used:
     """
 
     def __init__(self) -> None:
-        self.states: dict[RecipeState, int] = {}
+        self.states: dict[DelayedScalingState, int] = {}
         self.devices: dict[torch.device, None] = {}
 
-    def add(self, state: RecipeState, what: int) -> None:
+    def add(self, state: DelayedScalingState, what: int) -> None:
         """Note a use."""
         known = self.states.get(state, SEEN)
         self.states[state] = known if known > what else what
         self.devices[state.device] = None
 
-    def at_least(self, what: int) -> list[RecipeState]:
+    def at_least(self, what: int) -> list[DelayedScalingState]:
         """The states of which at least `what` is noted, in order."""
         return [state for state, known in self.states.items() if known >= what]
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from quaver.errors import QuaverError
 from quaver.recipe import Recipe
 
-KEPT = 16
+KEPT = 32
 """How many updates, and uses of different kinds, are remembered."""
 
 
@@ -32,6 +33,7 @@ class Use:
         group: of the amax reduction.
         updates: how many updates the state had seen.
         recorded: whether amaxes were recorded.
+        grad: whether grad mode was on.
         first: autograd's sequence number at the first of them.
     """
 
@@ -39,6 +41,7 @@ class Use:
     group: Any
     updates: int
     recorded: bool
+    grad: bool
     first: int = 0
 
     def is_like(self, other: Use) -> bool:
@@ -47,64 +50,97 @@ class Use:
             self.recipe is other.recipe
             and self.updates == other.updates
             and self.recorded == other.recorded
+            and self.grad == other.grad
             and self.group is other.group
         )
 
 
 class Uses:
-    """The last uses of one state, the newest at the end."""
+    """The last uses of one state by thread, the newest at the end."""
 
     def __init__(self) -> None:
-        self._thread = 0  # whose numbers they are
-        self._uses: deque[Use] = deque(maxlen=KEPT)
+        self._threads: dict[int, deque[Use]] = {}
 
     def note(self, use: Use) -> None:
         """Note a forward that begins now."""
         thread = threading.get_ident()
-        if thread != self._thread:
-            self._thread = thread
-            self._uses.clear()
-        newest = self._uses[-1] if self._uses else None
+        uses = self._threads.get(thread)
+        if uses is None:
+            while len(self._threads) >= KEPT:  # threads come and go
+                del self._threads[next(iter(self._threads))]
+            uses = self._threads[thread] = deque(maxlen=KEPT)
+        newest = uses[-1] if uses else None
         if newest is None or not newest.is_like(use):
             use.first = torch._C._autograd._get_sequence_nr()
-            self._uses.append(use)
+            uses.append(use)
 
     def recomputed(self) -> Use | None:
         """The use that a forward repeats which runs inside a backward pass.
 
-        None if the state was never used before: then it is no recomputation.
+        None if it is no recomputation: the state was never used before, or a hook calls the module.
 
         Raises:
             QuaverError: it cannot be told which.
         """
-        if not self._uses:
-            return None
         node = torch._C._current_autograd_node()
-        if node is None:
-            return self._uses[-1]
-        reentrant = type(node).__name__ == "CheckpointFunctionBackward"
-        _refuse_nested(reentrant)
+        if not self._threads or node is None:
+            return None
+        kind = _kind(node)
+        if kind is None:
+            return None
+        reentrant = kind == "reentrant"
         number = node._sequence_nr() + int(reentrant)
-        use = next((use for use in reversed(self._uses) if use.first <= number), None)
-        if use is None:
+        alive = {thread.ident for thread in threading.enumerate()}
+        self._threads = {t: uses for t, uses in self._threads.items() if t in alive}
+        # The first run of a reentrant checkpoint is under no_grad, that of another is not.
+        found = [
+            use
+            for uses in self._threads.values()
+            if (use := _newest(uses, number, grad=not reentrant)) is not None
+        ]
+        if not found or any(not use.is_like(found[0]) for use in found):
             raise QuaverError(
                 "a recomputed forward cannot be matched with its first run, of which the last "
-                f"{KEPT} are remembered; run its backward earlier"
+                f"{KEPT} are remembered; run its backward earlier, and use a module under "
+                "checkpointing on one thread only"
             )
-        return use
+        return found[0]
 
 
-def _refuse_nested(reentrant: bool) -> None:
-    """Raise in a checkpoint inside a checkpoint, unless both are non-reentrant.
+def _newest(uses: deque[Use], number: int, grad: bool) -> Use | None:
+    return next((u for u in reversed(uses) if u.first <= number and u.grad == grad), None)
 
-    The graph that a reentrant one rebuilds has the numbers of autograd's thread, which cannot be
-    told from those of the first run.
+
+def _kind(node: torch.autograd.graph.Node) -> str | None:
+    """The kind of checkpoint that recomputes while `node` runs: "reentrant" or "other".
+
+    None where a forward inside a backward repeats none, but comes from a hook, or from a Function
+    of the user's that calls a module without grad mode.
+
+    Raises:
+        QuaverError: in a checkpoint inside a checkpoint, unless both are non-reentrant: the graph
+            that a reentrant one rebuilds has the numbers of autograd's thread, which cannot be told
+            from those of the first run.
     """
-    inner_reentrant = not torch.is_grad_enabled()
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True) if reentrant else None
-    inner_other = hooks is not None and "_checkpoint_hook" in hooks[0].__qualname__
-    if inner_reentrant or inner_other:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    name = "" if hooks is None else getattr(hooks[0], "__qualname__", "")
+    grad = torch.is_grad_enabled()
+    other = "_recomputation_hook" in name
+    other |= "_checkpoint_hook" in name and not _is_checkpoint(node)
+    # A reentrant checkpoint is a Function whose backward runs the forward again, of whatever name.
+    reentrant = not other and isinstance(node, BackwardCFunction)
+    nested = (reentrant and ("_checkpoint_hook" in name or not grad) and _is_checkpoint(node)) or (
+        other and not grad
+    )
+    if nested:
         raise QuaverError(
             "a checkpoint inside a reentrant checkpoint, or a reentrant one inside another, cannot "
             "repeat its scales; pass use_reentrant=False to torch.utils.checkpoint in both"
         )
+    if not grad:
+        return None
+    return "reentrant" if reentrant else "other"
+
+
+def _is_checkpoint(node: torch.autograd.graph.Node) -> bool:
+    return type(node).__name__ == "CheckpointFunctionBackward"

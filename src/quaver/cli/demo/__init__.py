@@ -1,4 +1,4 @@
-"""The main job: a real language model in FP8, split over two devices, against full precision."""
+"""The main job: a real language model in FP8 or FP4 over two devices, against fp32."""
 
 from quaver.cli.demo.options import DemoOptions
 from quaver.cli.demo.run import run_demo

@@ -10,7 +10,7 @@ from torch import nn
 
 import quaver as qv
 from quaver.cli.demo.metrics import Comparison, compare
-from quaver.recipe import DelayedScaling
+from quaver.recipe import Recipe
 
 Step = Callable[[], None]
 """Called after each window, for a progress bar."""
@@ -29,11 +29,11 @@ def logits(model: nn.Module, ids: torch.Tensor, device: torch.device) -> torch.T
 def calibrate(
     model: nn.Module,
     windows: Iterable[torch.Tensor],
-    recipe: DelayedScaling,
+    recipe: Recipe,
     device: torch.device,
     step: Step,
 ) -> None:
-    """Let the FP8 layers see what they will be given: amaxes and scales from high precision."""
+    """Let layers of delayed scaling see what they will be given: scales from high precision."""
     for window in windows:
         with qv.autocast(enabled=False, calibrating=True, recipe=recipe):
             logits(model, window, device)

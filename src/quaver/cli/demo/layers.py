@@ -1,6 +1,6 @@
-"""The error of each FP8 layer by itself, on the inputs that it gets in full precision.
+"""The error of each quantized layer by itself, on the inputs that it gets in full precision.
 
-The full-precision outputs of the layers are recorded for a short text. Then each FP8 layer's
+The full-precision outputs of the layers are recorded for a short text. Then each quantized layer's
 output is compared with its recorded one and replaced by it, so that every layer is given exactly
 the input of full precision: a layer's error is its own, and one wrong layer shows as one.
 """
@@ -36,8 +36,8 @@ class LayerError:
     relative_error: float | None
 
 
-def fp8_layers(model: nn.Module) -> dict[str, QuantizedModule]:
-    """The model's FP8 layers by name."""
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedModule]:
+    """The model's quantized layers by name."""
     return {n: m for n, m in model.named_modules() if isinstance(m, QuantizedModule)}
 
 
@@ -61,8 +61,8 @@ def record_outputs(model: nn.Module, ids: torch.Tensor, device: torch.device) ->
 def layer_errors(
     model: nn.Module, recorded: Recorded, ids: torch.Tensor, device: torch.device
 ) -> list[LayerError]:
-    """Each FP8 layer's error against what ``record_outputs`` gave for the same ids; worst first."""
-    layers = fp8_layers(model)
+    """Each layer's error against what ``record_outputs`` gave for these ids, worst first."""
+    layers = quantized_layers(model)
     calls: dict[str, list[float]] = defaultdict(list)
 
     def hook_for(name: str) -> Any:

@@ -1,21 +1,22 @@
-"""One model measured three ways: full precision, FP8 on one device, FP8 split over several."""
+"""A model measured in full precision, then with a recipe on one device and split over several."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 import quaver as qv
 from quaver.cli.demo.corpus import Corpus
 from quaver.cli.demo.devices import reset_peak
 from quaver.cli.demo.evaluate import Step, calibrate, compare_with, fingerprint, logits
-from quaver.cli.demo.layers import layer_errors, record_outputs
-from quaver.cli.demo.model import LanguageModel
+from quaver.cli.demo.layers import Recorded, layer_errors, record_outputs
+from quaver.cli.demo.options import RECIPES
 from quaver.cli.demo.result import DemoResult, device_shares, weight_bytes
 from quaver.cli.demo.split import dispatch
 from quaver.cli.errors import CommandError
-from quaver.recipe import DelayedScaling
 
 Stage = Callable[[str, int], Step]
 """Opens a stage of so many steps; what it returns is called after each of them."""
@@ -24,58 +25,76 @@ LAYER_TOKENS = 128
 """Tokens for the layers' errors: all their full-precision outputs are held for these."""
 
 
-def measure(
-    language: LanguageModel,
-    corpus: Corpus,
-    places: Mapping[str, torch.device],
-    recipe: DelayedScaling,
-    stage: Stage,
-) -> DemoResult:
-    """Convert ``language.model`` to FP8 in place, split it as ``places`` says, and compare.
+@dataclass(frozen=True)
+class Baseline:
+    """What a model gives in full precision: logits by window, the layers' outputs, its bytes."""
 
-    The device of the first block runs the full-precision model and the unsplit FP8 model.
-    Raises CommandError for a model without a layer for FP8.
-    """
-    devices = list(dict.fromkeys(places.values()))
-    first, model = devices[0], language.model.to(devices[0])
-    short = corpus.evaluation[0][:, :LAYER_TOKENS]
-    count = len(corpus.evaluation)
-    bytes_full = weight_bytes(model)
+    logits: Sequence[torch.Tensor]
+    layers: Recorded
+    weight_bytes: int
 
-    step = stage(f"full precision on {first}", count + 1)
+
+def measure_full(model: nn.Module, corpus: Corpus, first: torch.device, stage: Stage) -> Baseline:
+    """Run ``model``, which is on ``first``, in full precision."""
+    step = stage(f"full precision on {first}", len(corpus.evaluation) + 1)
     reference = []
     for window in corpus.evaluation:
         reference.append(logits(model, window, first))
         step()
-    recorded = record_outputs(model, short, first)
+    recorded = record_outputs(model, _short(corpus), first)
     step()
+    return Baseline(reference, recorded, weight_bytes(model))
 
-    conversion = qv.convert(model, recipe=recipe, weights="quantize")
+
+def measure(
+    model: nn.Module,
+    recipe: str,
+    baseline: Baseline,
+    corpus: Corpus,
+    places: Mapping[str, torch.device],
+    stage: Stage,
+) -> DemoResult:
+    """Convert ``model`` in place, split it as ``places`` says, and compare with full precision.
+
+    ``recipe`` is one of RECIPES. The device of the first block runs the unsplit model. Raises
+    CommandError for a model without a layer to convert.
+    """
+    devices = list(dict.fromkeys(places.values()))
+    first, count, scheme = devices[0], len(corpus.evaluation), RECIPES[recipe]
+    # Nothing is trained here, so that weights need no second copy for a backward pass.
+    model = model.to(first).requires_grad_(False)
+    conversion = qv.convert(model, recipe=scheme, weights="quantize")
     if not conversion.converted:
-        raise CommandError(f"{language.name} has no layer that FP8 could take")
-    calibration_step = stage("calibration", len(corpus.calibration))
-    calibrate(model, corpus.calibration, recipe, first, calibration_step)
-    step = stage(f"FP8 on {first}", count)
-    comparison, unsplit = compare_with(model, corpus.evaluation, reference, first, step)
-    del reference
+        raise CommandError("the model has no layer that could be quantized")
+    if scheme.delayed():
+        calibration_step = stage("calibration", len(corpus.calibration))
+        calibrate(model, corpus.calibration, scheme, first, calibration_step)
+    step = stage(f"{recipe} on {first}", count)
+    windows = corpus.evaluation
+    comparison, unsplit = compare_with(model, windows, baseline.logits, first, step)
 
     model = dispatch(model, places)
     for device in devices:
         reset_peak(device)
-    step = stage(f"FP8 split over {' + '.join(map(str, devices))}", count + 1)
+    step = stage(f"{recipe} split over {' + '.join(map(str, devices))}", count + 1)
     split = []
-    for window in corpus.evaluation:
+    for window in windows:
         split.append(fingerprint(logits(model, window, first)))
         step()
     shares = device_shares(model, devices)
-    errors = layer_errors(model, recorded, short, first)
+    errors = layer_errors(model, baseline.layers, _short(corpus), first)
     step()
     return DemoResult(
+        recipe=recipe,
         comparison=comparison,
         split_equals_unsplit=split == unsplit,
-        weight_bytes_full=bytes_full,
+        weight_bytes_full=baseline.weight_bytes,
         weight_bytes_fp8=weight_bytes(model),
         devices=shares,
         layers=errors,
         conversion=conversion,
     )
+
+
+def _short(corpus: Corpus) -> torch.Tensor:
+    return corpus.evaluation[0][:, :LAYER_TOKENS]

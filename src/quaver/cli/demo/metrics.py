@@ -34,12 +34,12 @@ class Comparison:
 
     @property
     def perplexity_fp8(self) -> float:
-        """The same in FP8."""
+        """The same with the recipe."""
         return _exp(self.nll_fp8 / self.tokens)
 
     @property
     def perplexity_ratio(self) -> float:
-        """FP8's perplexity over full precision's."""
+        """The recipe's perplexity over full precision's."""
         return _exp((self.nll_fp8 - self.nll_full) / self.tokens)
 
     @property

@@ -8,7 +8,14 @@ from pathlib import Path
 from quaver import recipe as recipes
 from quaver.cli.errors import CommandError
 
-RECIPES = {"delayed": recipes.DelayedScaling}
+RECIPES: dict[str, recipes.Recipe] = {
+    "delayed": recipes.DelayedScaling(),
+    "current": recipes.Float8CurrentScaling(),
+    "block": recipes.Float8BlockScaling(),
+    "mxfp8": recipes.MXFP8BlockScaling(),
+    "nvfp4": recipes.NVFP4BlockScaling(),
+}
+ALL = "all"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,13 +28,14 @@ class DemoOptions:
     recipe: str = "delayed"
     json: Path | None = None
 
-    def make_recipe(self) -> recipes.DelayedScaling:
-        """The recipe by its name; raises CommandError for a name that is none."""
+    def recipe_names(self) -> list[str]:
+        """The keys of RECIPES to run; raises CommandError for a name that is none."""
+        if self.recipe == ALL:
+            return list(RECIPES)
         if self.recipe not in RECIPES:
-            raise CommandError(
-                f"unknown recipe {self.recipe!r}; --recipe takes one of: {', '.join(RECIPES)}"
-            )
-        return RECIPES[self.recipe]()
+            names = ", ".join((*RECIPES, ALL))
+            raise CommandError(f"unknown recipe {self.recipe!r}; --recipe takes one of: {names}")
+        return [self.recipe]
 
     def check_json(self) -> None:
         """Raise CommandError when the JSON file could not be written after minutes of work."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.console import Console, Group
 from rich.table import Table
 
@@ -13,16 +15,57 @@ WORST_LAYERS = 10
 _MIB = 2**20
 
 
-def print_report(result: DemoResult, console: Console) -> None:
-    """Print the figures, the devices, the worst layers, and what did not go as a rule goes."""
-    console.print(Group(_figures(result), _devices(result), _layers(result.layers)))
-    for note in _exceptions(result.conversion):
+def print_report(results: Sequence[DemoResult], console: Console) -> None:
+    """Print the tables, and what did not go as a rule goes.
+
+    For one recipe its figures, the devices and the worst layers; for several a row for each.
+    """
+    first = results[0]
+    if len(results) == 1:
+        console.print(Group(_figures(first), _devices(first), _layers(first.layers)))
+    else:
+        console.print(Group(_recipes(results), _devices(first)))
+    for note in dict.fromkeys(note for each in results for note in _exceptions(each.conversion)):
         console.print(note, markup=False, highlight=False, soft_wrap=True)
+
+
+def _recipes(results: Sequence[DemoResult]) -> Table:
+    full = results[0]
+    table = _table(
+        f"Recipes against full precision, {full.comparison.tokens} tokens: perplexity "
+        f"{full.comparison.perplexity_full:.3f}, weights {_size(full.weight_bytes_full)}",
+        "recipe",
+        "perplexity",
+        "ratio",
+        "mean KL",
+        "top-1 agreement",
+        "weights",
+        "worst layer",
+        "split equals unsplit",
+    )
+    for result in results:
+        figures, worst = result.comparison, result.layers[0].relative_error
+        table.add_row(
+            result.recipe,
+            f"{figures.perplexity_fp8:.3f}",
+            f"× {figures.perplexity_ratio:.4f}",
+            f"{figures.kl_mean:.5f}",
+            f"{figures.top1_agreement:.2%}",
+            _size(result.weight_bytes_fp8),
+            "not reached" if worst is None else f"{worst:.2%}",
+            _equality(result),
+        )
+    return table
 
 
 def _figures(result: DemoResult) -> Table:
     figures = result.comparison
-    table = _table(f"FP8 against full precision, {figures.tokens} tokens", "", "full", "FP8")
+    table = _table(
+        f"{result.recipe} against full precision, {figures.tokens} tokens",
+        "",
+        "full",
+        result.recipe,
+    )
     ratio = f"× {figures.perplexity_ratio:.4f}"
     table.add_column("", justify="right")
     table.add_row(
@@ -45,8 +88,10 @@ def _equality(result: DemoResult) -> str:
 
 
 def _devices(result: DemoResult) -> Table:
-    table = _table("The split model", "device", "FP8 layers", "peak memory")
-    table.add_column("scales live on", justify="left")
+    table = _table(
+        f"The split model ({result.recipe})", "device", "quantized layers", "peak memory"
+    )
+    table.add_column("states live on", justify="left")
     for share in result.devices:
         peak = "not counted" if share.peak_bytes is None else _size(share.peak_bytes)
         table.add_row(share.device, str(share.layers), peak, ", ".join(share.scales))
@@ -55,7 +100,7 @@ def _devices(result: DemoResult) -> Table:
 
 def _layers(layers: list[LayerError]) -> Table:
     shown = layers[:WORST_LAYERS]
-    title = f"Worst of {len(layers)} FP8 layers, each alone on full-precision input"
+    title = f"Worst of {len(layers)} quantized layers, each alone on full-precision input"
     table = _table(title, "layer", "device", "relative error")
     for layer in shown:
         error = layer.relative_error
@@ -68,7 +113,7 @@ def _layers(layers: list[LayerError]) -> Table:
 
 def _exceptions(conversion: ConversionReport) -> list[str]:
     skipped = [f"{x.name} stays in full precision: {x.reason}" for x in conversion.skipped]
-    bypassed = [f"{x.name} does not always run in FP8: {x.reason}" for x in conversion.bypassed]
+    bypassed = [f"{x.name} is not always quantized: {x.reason}" for x in conversion.bypassed]
     kept = [f"{x.name}: {x.note}" for x in conversion.converted if x.note]
     return skipped + bypassed + kept
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 import quaver as qv
 from quaver.cli.demo.devices import peak_bytes
-from quaver.cli.demo.layers import LayerError, fp8_layers
+from quaver.cli.demo.layers import LayerError, quantized_layers
 from quaver.cli.demo.metrics import Comparison
 from quaver.cli.errors import CommandError
 from quaver.conversion import ConversionReport
@@ -25,8 +25,8 @@ from quaver.conversion import ConversionReport
 class DeviceShare:
     """A device's part of the split model.
 
-    ``layers`` counts the FP8 layers whose weights are there, ``scales`` names the devices on which
-    those layers' scales live, ``peak_bytes`` is None for the CPU, which keeps no count.
+    ``layers`` counts the quantized layers whose weights are there, ``scales`` names the devices of
+    those layers' states, ``peak_bytes`` is None for the CPU, which keeps no count.
     """
 
     device: str
@@ -37,8 +37,12 @@ class DeviceShare:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoResult:
-    """Everything that the tables show; the JSON has all of it but the conversion's report."""
+    """Everything that the tables show about one recipe, which is one of RECIPES by name.
 
+    Whatever is called fp8 here is of that recipe, the FP4 one too.
+    """
+
+    recipe: str
     comparison: Comparison
     split_equals_unsplit: bool
     weight_bytes_full: int
@@ -47,8 +51,8 @@ class DemoResult:
     layers: list[LayerError]
     conversion: ConversionReport
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values under the documented keys; a figure that is not finite becomes None."""
+    def figures(self) -> dict[str, Any]:
+        """What tells one recipe from another; a figure that is not finite becomes None."""
         figures = {
             "perplexity_full": self.comparison.perplexity_full,
             "perplexity_fp8": self.comparison.perplexity_fp8,
@@ -57,10 +61,17 @@ class DemoResult:
             "top1_agreement": self.comparison.top1_agreement,
         }
         return {
+            "recipe": self.recipe,
             **{key: _finite(value) for key, value in figures.items()},
             "split_equals_unsplit": self.split_equals_unsplit,
             "weight_bytes_full": self.weight_bytes_full,
             "weight_bytes_fp8": self.weight_bytes_fp8,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values: the figures, the devices and the layers."""
+        return {
+            **self.figures(),
             "devices": [asdict(share) for share in self.devices],
             "layers": [
                 {**asdict(layer), "relative_error": _finite(layer.relative_error)}
@@ -68,17 +79,22 @@ class DemoResult:
             ],
         }
 
-    def write(self, path: Path) -> None:
-        """Write the JSON; raises CommandError when the file cannot be written."""
-        try:
-            path.write_text(json.dumps(self.to_json(), indent=2, allow_nan=False) + "\n")
-        except OSError as error:
-            reason = error.strerror or error
-            raise CommandError(f"--json {path} cannot be written: {reason}") from None
+
+def write_json(results: Sequence[DemoResult], path: Path) -> None:
+    """Write the first result whole, and the figures of all of them under "recipes".
+
+    Raises CommandError when the file cannot be written.
+    """
+    content = {**results[0].to_json(), "recipes": [result.figures() for result in results]}
+    try:
+        path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+    except OSError as error:
+        reason = error.strerror or error
+        raise CommandError(f"--json {path} cannot be written: {reason}") from None
 
 
 def weight_bytes(model: nn.Module) -> int:
-    """Bytes that the model's parameters take, scales of FP8 weights included, ties once."""
+    """Bytes that the model's parameters take, scales of quantized ones included, ties once."""
     seen = {
         (tensor.device, tensor.data_ptr()): tensor.numel() * tensor.element_size()
         for parameter in model.parameters()
@@ -89,14 +105,14 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def device_shares(model: nn.Module, devices: Sequence[torch.device]) -> list[DeviceShare]:
-    """Each device's FP8 layers, peak, and where the scales of those layers are in fact."""
+    """Each device's quantized layers, peak, and where the states of those layers are in fact."""
     counts = {str(device): 0 for device in devices}
     scales: dict[str, set[str]] = {name: set() for name in counts}
-    for module in fp8_layers(model).values():
+    for module in quantized_layers(model).values():
         home = str(qv.get_module_device(module))
         counts[home] += 1
         states = module.recipe_states.values()
-        scales[home] |= {str(state.scale.device) for state in states}
+        scales[home] |= {str(state.device) for state in states}
     return [
         DeviceShare(name, counts[name], peak_bytes(torch.device(name)), sorted(scales[name]))
         for name in counts
