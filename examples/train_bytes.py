@@ -1,8 +1,9 @@
-"""Train a small language model on bytes twice, in fp32 and in FP8, and compare the two.
+"""Train a small language model on bytes twice, in fp32 and with a recipe, and compare the two.
 
 Both models start from the same weights and see the same batches. Each is split over the given
 devices by plain ``.to``: with two, the first half of the blocks is on the first. Everything that
-FP8 asks for is here: ``qv.Linear`` for ``nn.Linear``, and one ``qv.autocast`` around the forward.
+FP8 or FP4 asks for is here: ``qv.Linear`` for ``nn.Linear``, and one ``qv.autocast`` around the
+forward, which names the recipe.
 
     python examples/train_bytes.py --help
 """
@@ -24,20 +25,33 @@ from torch import nn
 from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 import quaver as qv
+from quaver.recipe import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    Recipe,
+)
 
 VOCABULARY = 256
 """One token is one byte."""
 WIDTH, HEADS, BLOCKS, CONTEXT = 96, 4, 4, 64
 BATCH, WARMUP, LEARNING_RATE = 16, 40, 4e-3
 STEPS = 500
-LARGEST_GAP = 0.05
-"""Bits per byte that FP8 may cost on held-out text after a full run."""
-
-RECIPE = qv.recipe.DelayedScaling(amax_history_len=16)
+RECIPES: dict[str, Recipe] = {
+    "delayed": DelayedScaling(amax_history_len=16),
+    "current": Float8CurrentScaling(),
+    "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "nvfp4": NVFP4BlockScaling(),
+}
+LARGEST_GAPS = {name: 0.15 if name == "nvfp4" else 0.05 for name in RECIPES}
+"""Bits per byte that a recipe may cost on held-out text after a full run."""
 
 
 class Block(nn.Module):
-    """Causal attention, then an MLP. The class of its four linears decides what may run in FP8."""
+    """Causal attention, then an MLP. The class of its four linears decides what can quantize."""
 
     def __init__(self, linear: type[nn.Linear]) -> None:
         super().__init__()
@@ -93,11 +107,11 @@ class ByteGPT(nn.Module):
 
 @dataclass
 class Trainee:
-    """One of the two models with its optimizer and what it went through."""
+    """A model with its optimizer, and what it went through; ``recipe`` is None for fp32."""
 
     name: str
     model: ByteGPT
-    fp8: bool
+    recipe: Recipe | None
     optimizer: torch.optim.Optimizer
     losses: list[float] = field(default_factory=list)
     seconds: float = 0.0
@@ -106,7 +120,7 @@ class Trainee:
     def loss(self, windows: torch.Tensor) -> torch.Tensor:
         """Mean bits per byte of windows [batch, time + 1]: each byte from those before it."""
         inputs, targets = windows[:, :-1], windows[:, 1:]
-        with qv.autocast(enabled=self.fp8, recipe=RECIPE):
+        with qv.autocast(enabled=self.recipe is not None, recipe=self.recipe):
             logits = self.model(inputs.to(self.model.token.weight.device))
         nats = cross_entropy(logits.flatten(0, 1), targets.flatten().to(logits.device))
         return nats / math.log(2)
@@ -129,12 +143,12 @@ class Report:
     """What a run found: bits per byte on held-out text, and the way there."""
 
     full: Trainee
-    fp8: Trainee
+    quantized: Trainee
 
     @property
     def gap(self) -> float:
-        """Bits per byte that FP8 costs on held-out text; negative where it happens to win."""
-        return self.fp8.held_out - self.full.held_out
+        """Bits per byte that the recipe costs on held-out text; negative where it wins by luck."""
+        return self.quantized.held_out - self.full.held_out
 
 
 def read_text() -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,25 +162,26 @@ def read_text() -> tuple[torch.Tensor, torch.Tensor]:
     return data[:cut], data[cut:]
 
 
-def prepare(devices: Sequence[torch.device], seed: int) -> Report:
+def prepare(devices: Sequence[torch.device], seed: int, recipe: str = "delayed") -> Report:
     """The two models, equal bit for bit and split over ``devices``, before any training.
 
-    Raises ValueError unless there are between one and BLOCKS devices.
+    ``recipe`` is one of RECIPES. Raises ValueError unless there are between one and BLOCKS devices.
     """
     if not 1 <= len(devices) <= BLOCKS:
         raise ValueError(f"{BLOCKS} blocks go on 1 to {BLOCKS} devices, not on {len(devices)}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        full, fp8 = ByteGPT(nn.Linear), ByteGPT(qv.Linear)
-    fp8.load_state_dict(full.state_dict())
-    for model in (full, fp8):
+        full, quantized = ByteGPT(nn.Linear), ByteGPT(qv.Linear)
+    quantized.load_state_dict(full.state_dict())
+    for model in (full, quantized):
         model.split(devices)
     optimizers = [
         torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
-        for model in (full, fp8)
+        for model in (full, quantized)
     ]
     return Report(
-        Trainee("fp32", full, False, optimizers[0]), Trainee("FP8", fp8, True, optimizers[1])
+        Trainee("fp32", full, None, optimizers[0]),
+        Trainee(recipe, quantized, RECIPES[recipe], optimizers[1]),
     )
 
 
@@ -176,18 +191,13 @@ def learning_rate(step: int, steps: int) -> float:
     return LEARNING_RATE * min(1.0, (step + 1) / WARMUP) * cosine
 
 
-def run(
-    devices: Sequence[torch.device],
-    steps: int = STEPS,
-    seed: int = 0,
-    console: Console | None = None,
-) -> Report:
-    """Train both models side by side on the same batches, then measure them on held-out text.
+def train(
+    trainees: Sequence[Trainee], steps: int, seed: int, console: Console | None = None
+) -> None:
+    """Train models side by side on the same batches, then measure them on held-out text.
 
-    Progress goes to ``console``, if one is given. Raises ValueError as ``prepare`` does.
+    Progress goes to ``console``, if one is given.
     """
-    report = prepare(devices, seed)
-    trainees = (report.full, report.fp8)
     text, held_out = (part.unfold(0, CONTEXT + 1, 1) for part in read_text())
     generator = torch.Generator().manual_seed(seed)
     columns = (
@@ -205,20 +215,33 @@ def run(
     with torch.no_grad():
         for trainee in trainees:
             trainee.held_out = trainee.loss(held_out[::CONTEXT]).item()
+
+
+def run(
+    devices: Sequence[torch.device],
+    steps: int = STEPS,
+    seed: int = 0,
+    recipe: str = "delayed",
+    console: Console | None = None,
+) -> Report:
+    """What ``prepare`` makes, trained; raises ValueError as it does."""
+    report = prepare(devices, seed, recipe)
+    train((report.full, report.quantized), steps, seed, console)
     return report
 
 
 def make_table(report: Report) -> Table:
     """The two runs next to each other, and where their blocks were."""
-    verdict = "under" if report.gap < LARGEST_GAP else "OVER"
+    limit = LARGEST_GAPS[report.quantized.name]
+    verdict = "under" if report.gap < limit else "OVER"
     table = Table(
         title=f"A byte-level GPT of {count_parameters(report.full.model):,} parameters",
-        caption=f"gap {report.gap:+.4f} bits per byte, {verdict} the limit of {LARGEST_GAP} "
-        f"(for {STEPS} steps)\nblocks on {', '.join(block_devices(report.fp8.model))}",
+        caption=f"gap {report.gap:+.4f} bits per byte, {verdict} the limit of {limit} "
+        f"(for {STEPS} steps)\nblocks on {', '.join(block_devices(report.quantized.model))}",
     )
     for column in ("", "held-out bits per byte", "first batch", "last batch", "ms per step"):
         table.add_column(column, justify="right" if column else "left")
-    for trainee in (report.full, report.fp8):
+    for trainee in (report.full, report.quantized):
         losses = trainee.losses
         figures = (trainee.held_out, losses[0], losses[-1])
         milliseconds = 1000 * trainee.seconds / len(losses)
