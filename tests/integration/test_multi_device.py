@@ -119,7 +119,7 @@ def test_a_backward_called_by_hand_under_another_device(
     node = y.grad_fn
     while not hasattr(node, "plan"):
         node = node.next_functions[0][0]
-    with launches() as log, on_current(current):
+    with launches() as log, torch.no_grad(), on_current(current):
         dx, dw, db = node.apply(torch.ones(4, 32, device=device))[:3]
         assert current_device(device.type).index == current
     assert_guarded(log, [device], least=3)

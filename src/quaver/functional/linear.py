@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from quaver.devices import autocast_dtype
-from quaver.errors import QuaverError, RecipeError
+from quaver.errors import RecipeError
 from quaver.kernels import operand_values, scaled_mm
 from quaver.kernels.scaled_mm.layouts import BLOCK_2D, PLAIN
 from quaver.recipe import BackwardOverride
@@ -157,28 +157,45 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise QuaverError(
-                "a quantized linear has no second derivative, which create_graph=True asks for; "
-                "compute that part inside autocast(enabled=False)"
-            )
-        saved = ctx.saved_tensors
-        plan: LinearPlan = ctx.plan
-        x = _unflatten(saved[:3], ctx.layouts[0], plan.override)
-        w = _unflatten(saved[3:6], ctx.layouts[1], plan.override)
-        x_dtype, w_dtype, bias_dtype = ctx.dtypes
-        needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
-        if plan.override is None:
-            request = Request(needs_x, needs_w, record=True, draw=saved[6])
-            g = plan.backward.operands(grad, 0, request)
-            if isinstance(plan.backward, DelayedScalingState) and not torch.compiler.is_compiling():
-                plan.passes.note(plan.backward, plan.outer)
-        else:
-            g = Quantized(Operand(grad, None, PLAIN), _plain_columns(grad))
-        dx = _product(g.rowwise, w, None, x_dtype) if needs_x else None
-        dw = _product(g.columnwise, x, None, w_dtype) if needs_w else None
-        db = grad.sum(0, dtype=torch.float32).to(bias_dtype) if needs_bias else None
-        return dx, dw, db, None, None
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # create_graph=True
+            with torch.no_grad():
+                return _without_derivative(_backward(ctx, grad))
+        return _backward(ctx, grad)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    plan: LinearPlan = ctx.plan
+    x = _unflatten(saved[:3], ctx.layouts[0], plan.override)
+    w = _unflatten(saved[3:6], ctx.layouts[1], plan.override)
+    x_dtype, w_dtype, bias_dtype = ctx.dtypes
+    needs_x, needs_w, needs_bias, *_ = ctx.needs_input_grad
+    if plan.override is None:
+        request = Request(needs_x, needs_w, record=True, draw=saved[6])
+        g = plan.backward.operands(grad, 0, request)
+        if isinstance(plan.backward, DelayedScalingState) and not torch.compiler.is_compiling():
+            plan.passes.note(plan.backward, plan.outer)
+    else:
+        g = Quantized(Operand(grad, None, PLAIN), _plain_columns(grad))
+    dx = _product(g.rowwise, w, None, x_dtype) if needs_x else None
+    dw = _product(g.columnwise, x, None, w_dtype) if needs_w else None
+    db = grad.sum(0, dtype=torch.float32).to(bias_dtype) if needs_bias else None
+    return dx, dw, db, None, None
+
+
+def _without_derivative(
+    gradients: tuple[torch.Tensor | None, ...],
+) -> tuple[torch.Tensor | None, ...]:
+    """`gradients`, which raise when they are differentiated: casts have no derivative."""
+    message = (
+        b"a quantized linear has no second derivative; compute what is differentiated twice inside "
+        b"autocast(enabled=False)"
+    )
+    known = [g.detach().requires_grad_() for g in gradients if g is not None]
+    with torch.enable_grad():
+        marked = torch._C._functions.DelayedError(message, len(known))(*known)
+    rest = iter(marked if isinstance(marked, tuple) else (marked,))
+    return tuple(None if g is None else next(rest) for g in gradients)
 
 
 def _plain_columns(x: torch.Tensor) -> Operand:
