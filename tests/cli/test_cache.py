@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from quaver.cli.demo.cache import cache_root, keep_folder
+from quaver.cli.errors import CommandError
 
 
 def fill(folder: Path) -> None:
@@ -21,6 +22,12 @@ def test_the_folder_is_named_by_the_environment(
     monkeypatch.delenv("QUAVER_CACHE_DIR")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert cache_root() == tmp_path / ".cache" / "quaver"
+
+
+def test_a_home_of_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUAVER_CACHE_DIR", "~nouser/x")
+    with pytest.raises(CommandError, match="cache folder ~nouser/x is in no home folder"):
+        cache_root()
 
 
 def test_a_folder_is_kept_whole(tmp_path: Path) -> None:

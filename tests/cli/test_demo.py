@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -113,7 +114,7 @@ STORED = {
     "current": (1, "current_cast"),
     "block": (1, "block_cast"),
     "mxfp8": (1 + 1 / 32, "mx_cast"),
-    "nvfp4": (1 / 2 + 1 / 16, "nvfp4_cast"),
+    "nvfp4": (1 / 2 + 1 / 16**2, "nvfp4_cast"),
 }
 
 
@@ -132,8 +133,8 @@ def test_each_recipe_by_its_name(
     each, cast = STORED[recipe]
     values = 4 * (32 * 32 * 2 + 32 * 16 * 2 + 32 * 48 * 3)
     saved = figures["weight_bytes_full"] - figures["weight_bytes_fp8"]
-    # the blocks of NVFP4's square scales are shared by 16 rows, those of the others by whole tiles
-    assert (4 - each) * values - 28 * 8 <= saved <= (4 - each) * values + values / 16
+    # and a scale a tensor, or for each 128×128 of it
+    assert (4 - each) * values - 28 * 8 <= saved <= (4 - each) * values
     assert {launch.kernel for launch in seen if launch.kernel.endswith("cast")} >= {cast}
     assert all(launch.current == launch.device for launch in seen)
     assert ("calibration" in result.stderr) is (recipe == "delayed")
@@ -142,10 +143,7 @@ def test_each_recipe_by_its_name(
         assert words in result.stdout
 
 
-def test_all_recipes_in_one_table(
-    llama_folder: Path, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("COLUMNS", "160")
+def test_all_recipes_in_one_table(llama_folder: Path, text_file: Path, tmp_path: Path) -> None:
     figures, result = demo(llama_folder, text_file, tmp_path, "sim", "all")
     assert {key: type(value) for key, value in figures.items()} == KEYS
     rows = {entry["recipe"]: entry for entry in figures["recipes"]}
@@ -156,6 +154,7 @@ def test_all_recipes_in_one_table(
         line = next(text for text in result.stdout.splitlines() if text.startswith(f"│ {name} "))
         shown = (f"{row['perplexity_ratio']:.4f}", f"{row['kl_mean']:.5f}")
         assert all(figure in line for figure in (*shown, f"{row['top1_agreement']:.2%}"))
+        assert "bit for bit" in line
     assert {key: figures[key] for key in FIGURES} == rows["delayed"]
     assert len({row["weight_bytes_full"] for row in rows.values()}) == 1
     assert rows["nvfp4"]["weight_bytes_fp8"] < rows["current"]["weight_bytes_fp8"]
@@ -177,6 +176,9 @@ def test_the_cpu_alone_needs_no_simulator(
     assert figures["split_equals_unsplit"] is True
     assert {layer["device"] for layer in figures["layers"]} == {"cpu"}
     assert "not counted" in result.stdout
+    assert result.stdout.count("not split") == 2
+    assert "delayed not split" in result.stderr
+    assert "split over" not in result.stderr
     assert "meta device" not in result.stderr
 
 
@@ -190,7 +192,7 @@ def test_another_architecture(gpt2_folder: Path, text_file: Path, tmp_path: Path
 
 
 def test_an_accelerator_and_the_cpu(gpt2_folder: Path, text_file: Path, tmp_path: Path) -> None:
-    """As on a machine with one GPU. Bits may differ: the CPU's attention is another algorithm."""
+    """As on a machine with one GPU. Bits may differ: the CPU's LayerNorm is another algorithm."""
     figures, result = demo(gpt2_folder, text_file, tmp_path, "sim:1,cpu")
     assert [share["device"] for share in figures["devices"]] == ["sim:1", "cpu"]
     assert [share["scales"] for share in figures["devices"]] == [["sim:1"], ["cpu"]]
@@ -198,6 +200,22 @@ def test_an_accelerator_and_the_cpu(gpt2_folder: Path, text_file: Path, tmp_path
     assert {x["device"] for x in figures["layers"]} == {"sim:1", "cpu"}
     assert max(x["relative_error"] for x in figures["layers"]) < 0.2
     assert ("two kinds of device" in result.stdout) is not figures["split_equals_unsplit"]
+
+
+def test_the_cpu_and_simulated_devices_have_the_same_figures(
+    llama_folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    cpu, sim = (demo(llama_folder, text_file, tmp_path, choice)[0] for choice in ("cpu", "sim"))
+    assert {key: cpu[key] for key in FIGURES} == {key: sim[key] for key in FIGURES}
+    errors = [[layer["relative_error"] for layer in each["layers"]] for each in (cpu, sim)]
+    assert errors[0] == errors[1]
+
+
+def test_names_are_printed_as_they_are(llama_folder: Path, text_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "[red]model"
+    shutil.copytree(llama_folder, folder)
+    _, result = demo(folder, text_file, tmp_path, "cpu")
+    assert result.stdout.startswith("[red]model, ")
 
 
 def test_one_wrong_layer_is_the_worst(
@@ -259,6 +277,8 @@ def test_a_split_that_differs_is_said(
         ("--text", os.devnull, "--text /dev/null is empty"),
         ("--json", "nowhere/out.json", "the folder nowhere does not exist"),
         ("--json", ".", "--json . is a folder"),
+        ("--json", "/proc/x.json", "--json /proc/x.json cannot be written: "),
+        ("--model", "some/model", "names of a hub are not downloaded: give the local folder"),
     ],
 )
 def test_wrong_options_get_one_line(
@@ -317,6 +337,11 @@ def test_a_fault_of_the_program_is_not_dressed_up(
     assert isinstance(result.exception, ZeroDivisionError)
 
 
+def test_the_version() -> None:
+    result = quaver("--version")
+    assert (result.exit_code, result.stdout) == (0, f"quaver {qv.__version__}\n")
+
+
 def test_help_names_the_commands() -> None:
     assert "demo" in quaver("--help").stdout
     text = quaver("demo", "--help").stdout
@@ -324,11 +349,11 @@ def test_help_names_the_commands() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_the_real_model_stays_within_its_bounds(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
-    command = [sys.executable, "-m", "quaver.cli.app", "demo", "--json", str(out)]
-    subprocess.run(command, check=True, timeout=180)
+    command = [sys.executable, "-m", "quaver.cli.app", "demo", "--devices", "sim"]
+    subprocess.run([*command, "--json", str(out)], check=True, timeout=1150)
     figures = json.loads(out.read_text())
     assert 0.98 < figures["perplexity_ratio"] <= 1.06
     assert 0.0 < figures["kl_mean"] <= 0.05
@@ -342,3 +367,22 @@ def test_the_real_model_stays_within_its_bounds(tmp_path: Path) -> None:
     # 106 million elements of the blocks' matrices went from four bytes to one.
     saved = figures["weight_bytes_full"] - figures["weight_bytes_fp8"]
     assert saved == pytest.approx(3 * 106_168_320, rel=0.001)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_real_model_with_every_recipe(tmp_path: Path) -> None:
+    """NVFP4 in weights and inputs of so small a model, not trained for it, costs a lot."""
+    out = tmp_path / "figures.json"
+    command = [sys.executable, "-m", "quaver.cli.app", "demo", "--recipe", "all"]
+    subprocess.run([*command, "--json", str(out)], check=True, timeout=1700)
+    rows = {row["recipe"]: row for row in json.loads(out.read_text())["recipes"]}
+    assert list(rows) == list(STORED)
+    for name, row in rows.items():
+        is_fp4 = name == "nvfp4"
+        assert 0.98 < row["perplexity_ratio"] <= (2.0 if is_fp4 else 1.06), name
+        assert 0.0 < row["kl_mean"] <= (0.8 if is_fp4 else 0.05), name
+        assert row["top1_agreement"] >= (0.55 if is_fp4 else 0.87), name
+        assert row["split_equals_unsplit"] is True
+        saved = row["weight_bytes_full"] - row["weight_bytes_fp8"]
+        assert saved == pytest.approx((4 - STORED[name][0]) * 106_168_320, rel=0.001), name

@@ -173,3 +173,21 @@ def test_folders_that_hold_something_else_are_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(CommandError, match="holds an adapter"):
         models.check_installed(tmp_path)
+
+
+@pytest.mark.parametrize("config", ["{}", "[]", "{", '{"model_type": ""}'])
+def test_a_folder_without_model_type_is_refused(config: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(config)
+    with pytest.raises(CommandError, match=r"config\.json of --model .* names no model_type"):
+        models.check_installed(tmp_path)
+
+
+def test_a_folder_without_weights_is_refused(llama_folder: Path, tmp_path: Path) -> None:
+    copy = damaged(llama_folder, tmp_path, "no weights")
+    with pytest.raises(CommandError, match=r"has no weights, which must be \*\.safetensors"):
+        models.check_installed(copy)
+
+
+def test_a_name_of_a_hub_is_no_folder() -> None:
+    with pytest.raises(CommandError, match="hub are not downloaded: give the local folder"):
+        models.check_installed(Path("somebody/some-model"))

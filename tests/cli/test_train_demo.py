@@ -19,7 +19,7 @@ import quaver as qv
 from quaver.cli.app import app
 from quaver.cli.demo.options import RECIPES
 from quaver.examples import train_bytes
-from quaver.testing import launches
+from quaver.testing import launches, simulated_devices
 
 SOURCE = Path(__file__).parents[2] / "examples" / "train_bytes.py"
 CPU = [torch.device("cpu")]
@@ -100,7 +100,8 @@ def test_a_short_run_learns_in_fp8_on_both_devices(devices: list[torch.device]) 
 
 @pytest.mark.usefixtures("short_text")
 @pytest.mark.parametrize("recipe", ["delayed", "mxfp8"])
-def test_the_split_changes_no_bit(devices: list[torch.device], recipe: str) -> None:
+def test_the_split_changes_no_bit(recipe: str) -> None:
+    devices = simulated_devices(2)  # on GPUs attention's backward may sum in any order
     one, two = (train_bytes.run(places, 2, 0, recipe) for places in (devices[:1], devices))
     assert (
         one.quantized.model.blocks[0].qkv.recipe_states["forward"].recipe
@@ -164,9 +165,9 @@ def test_the_table_says_whether_the_gap_holds(recipe: str, fp8: float, line: str
 
 
 @pytest.mark.usefixtures("short_text")
-def test_the_command_writes_its_figures(tmp_path: Path, devices: list[torch.device]) -> None:
+def test_the_command_writes_its_figures(tmp_path: Path) -> None:
+    devices, kind = simulated_devices(2), "sim"
     out = tmp_path / "figures.json"
-    kind = devices[0].type
     arguments = ("--steps", 2, "--devices", kind, "--seed", 5, "--json", out)
     result = train_demo(*arguments, "--recipe", "mxfp8")
     assert result.exit_code == 0, result.output
@@ -197,14 +198,22 @@ def test_the_command_writes_its_figures(tmp_path: Path, devices: list[torch.devi
         ),
         (("--devices", "sim:0,sim:1,sim:2,sim:3,cpu"), "4 blocks, too few for the 5 devices"),
         (("--json", "/nowhere/at/all.json"), "the folder /nowhere/at does not exist"),
+        (("--json", "/proc/figures.json"), "--json /proc/figures.json cannot be written: "),
     ],
 )
-def test_a_wrong_argument_is_one_line(arguments: tuple[str, ...], words: str) -> None:
+def test_a_wrong_argument_is_one_line(
+    arguments: tuple[str, ...], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(train_bytes, "run")  # all of them are seen before the training
     assert words in refused(train_demo(*arguments))
 
 
-def test_no_steps_are_refused() -> None:
-    assert train_demo("--steps", 0).exit_code == 2
+@pytest.mark.parametrize(("option", "value"), [("--steps", 0), ("--seed", -1), ("--seed", 2**63)])
+def test_numbers_out_of_range_are_refused(option: str, value: int) -> None:
+    result = train_demo(option, value)
+    assert result.exit_code == 2
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert option in result.stderr
 
 
 def test_the_example_runs_as_a_script() -> None:

@@ -14,6 +14,12 @@ pytestmark = pytest.mark.gpu
 RECIPE = qv.recipe.DelayedScaling(amax_history_len=4)
 
 
+@pytest.fixture(autouse=True)
+def _only_with_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+
+
 @pytest.fixture
 def cuda() -> torch.device:
     return torch.device("cuda", 0)

@@ -136,11 +136,10 @@ def test_made_on_meta(devices: Devices, name: str) -> None:
     x, grad = torch.randn(5, 30), torch.randn(5, 17)
     results = train_step(layer, x.to(devices[1]), grad, RECIPES[name])
     assert_state_devices(layer, devices[1])
-    fresh = linear_like(nn.Linear(30, 17), devices[0])
-    fresh.load_state_dict({"weight": source.weight.dequantize(), "bias": source.bias})
-    fresh.quantize_weight()
-    if type(fresh.weight) is TENSORS[name]:  # else another recipe's, as none is attached
-        assert equal(results["bias"], grad.sum(0))
+    with qv.quantized_model_init(recipe=RECIPES[name]):
+        fresh = qv.Linear(30, 17, device=devices[0], recipe=RECIPES[name])
+    fresh.load_state_dict(source.state_dict() | {"_extra_state": fresh.get_extra_state()})
+    assert_same(results, train_step(fresh, x.to(devices[0]), grad, RECIPES[name]))
 
 
 # ---- another recipe midway

@@ -341,3 +341,10 @@ def test_regions_are_per_thread(devices) -> None:
         thread.start()
         thread.join()
     assert seen == [None]
+
+
+@pytest.mark.parametrize("context", [qv.autocast, qv.quantized_model_init])
+@pytest.mark.parametrize("enabled", [DelayedScaling(), "false", None])
+def test_a_recipe_in_the_switch_s_place_is_refused(context, enabled) -> None:
+    with pytest.raises(qv.RecipeError, match="enabled must be True or False"):
+        context(enabled)

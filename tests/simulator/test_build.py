@@ -62,6 +62,31 @@ def test_a_compiler_that_is_not_there_is_named(
         build.library()
 
 
+@pytest.mark.parametrize("blank", ["", " ", "\t"])
+def test_a_blank_setting_is_none(
+    blank: str, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", blank)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(SimulatorUnavailableError, match="and none was found"):
+        build.library()
+
+
+def test_a_compiler_with_bad_quotes_is_named(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "g++ 'half")
+    with pytest.raises(
+        SimulatorUnavailableError, match="CXX=g\\+\\+ 'half cannot be read"
+    ) as caught:
+        build.library()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_cache_in_the_home_of_nobody_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QUAVER_CACHE_DIR", "~nouser/x")
+    with pytest.raises(SimulatorUnavailableError, match=r"~nouser/x .* set QUAVER_CACHE_DIR"):
+        build.library()
+
+
 def test_a_failed_compilation_names_its_first_error_and_the_log(
     cache: Path, compiler: Callable[[str], Path]
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from quaver import __version__
 from quaver.cli.demo import DemoOptions, run_demo
 from quaver.cli.demo.options import RECIPES
 from quaver.cli.doctor import doctor
@@ -20,6 +21,24 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(is_wanted: bool) -> None:
+    if is_wanted:
+        print(f"quaver {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _quaver(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from quaver.cli.demo.devices import find_devices, start_devices
-from quaver.cli.demo.options import DemoOptions
+from quaver.cli.demo.options import DemoOptions, unwritable
 from quaver.cli.errors import CommandError, one_line_errors
 from quaver.examples import train_bytes
 from quaver.examples.train_bytes import RECIPES, Report, Trainee
@@ -23,7 +23,10 @@ def train_demo(
         str, typer.Option(help="auto, cpu, cuda, sim, or a list: cuda:0,cpu or sim:0,sim:1.")
     ] = "auto",
     recipe: Annotated[str, typer.Option(help=f"{', '.join(RECIPES)}.")] = "delayed",
-    seed: Annotated[int, typer.Option(help="Of the first weights and of the batches.")] = 0,
+    seed: Annotated[
+        int,
+        typer.Option(min=0, max=2**63 - 1, help="Of the first weights and of the batches."),
+    ] = 0,
     json: Annotated[Path | None, typer.Option(help="Also write the figures to this file.")] = None,
 ) -> None:
     """Train a byte-level GPT with a recipe and in fp32 side by side, split over two devices."""
@@ -34,7 +37,11 @@ def train_demo(
         report = train_bytes.run(places, steps, seed, recipe, Console(stderr=True))
         Console().print(train_bytes.make_table(report))
         if json is not None:
-            json.write_text(json_format.dumps(_figures(report, steps, seed), indent=2) + "\n")
+            text = json_format.dumps(_figures(report, steps, seed), indent=2) + "\n"
+            try:
+                json.write_text(text)
+            except OSError as error:
+                raise unwritable(json, error) from None
 
 
 def _check_recipe(name: str) -> None:

@@ -53,6 +53,10 @@ class quantized_model_init(ContextDecorator):  # noqa: N801 - the name that user
         recipe: Recipe | None = None,
         preserve_high_precision_init_val: bool = False,
     ) -> None:
+        if not isinstance(enabled, bool):
+            raise RecipeError(
+                f"enabled must be True or False, not {enabled!r}; a recipe goes to recipe="
+            )
         if recipe is not None and not isinstance(recipe, Recipe):
             raise RecipeError(f"recipe must be a recipe such as DelayedScaling(), not {recipe!r}")
         self._options = InitOptions(recipe, preserve_high_precision_init_val) if enabled else None

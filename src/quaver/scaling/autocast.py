@@ -24,7 +24,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name that users of PyTorch
         amax_reduction_group: the process group whose ranks share amaxes; None: the default group.
 
     Raises:
-        RecipeError: `recipe` is not a recipe.
+        RecipeError: `recipe` is not a recipe, or a switch is not a bool.
 
     At the exit of the outermost enabled region, if grad mode is on there, the forward scales are
     updated from the amaxes seen inside; the backward scales at the end of a backward pass. Under
@@ -39,6 +39,11 @@ class autocast(ContextDecorator):  # noqa: N801 - the name that users of PyTorch
         recipe: Recipe | None = None,
         amax_reduction_group: Any = None,
     ) -> None:
+        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
+            if not isinstance(value, bool):
+                raise RecipeError(
+                    f"{name} must be True or False, not {value!r}; a recipe goes to recipe="
+                )
         if recipe is not None and not isinstance(recipe, Recipe):
             raise RecipeError(
                 f"recipe must be a recipe such as DelayedScaling(), or None, not {recipe!r}"

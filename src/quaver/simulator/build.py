@@ -25,12 +25,12 @@ _LIBRARIES = ("-lc10", "-ltorch_cpu", "-ltorch")
 
 
 def setting(name: str) -> str | None:
-    """Read one setting of the simulator from the environment; None when unset or empty.
+    """Read one setting of the simulator from the environment; None when unset or blank.
 
     ``QUAVER_CACHE_DIR`` is the folder for built libraries (default ``~/.cache/quaver``), and
     ``CXX`` the C++ compiler (default: the first found of g++, clang++ and c++).
     """
-    return os.environ.get(name) or None
+    return os.environ.get(name, "").strip() or None
 
 
 def library() -> Path:
@@ -61,9 +61,19 @@ def library() -> Path:
 
 
 def library_path() -> Path:
-    """Return where the built library is or will be."""
-    folder = setting("QUAVER_CACHE_DIR") or Path.home() / ".cache" / "quaver"
-    return Path(folder).expanduser() / f"simulator-{_key()}.so"
+    """Return where the built library is or will be.
+
+    Raises:
+        SimulatorUnavailableError: the cache folder is in the home of somebody unknown.
+    """
+    folder = setting("QUAVER_CACHE_DIR") or "~/.cache/quaver"
+    try:
+        return Path(folder).expanduser() / f"simulator-{_key()}.so"
+    except RuntimeError:
+        raise SimulatorUnavailableError(
+            f"the simulator's cache folder {folder} is in no home folder that is known: set "
+            "QUAVER_CACHE_DIR to a folder that can be written to"
+        ) from None
 
 
 def _key() -> str:
@@ -84,7 +94,14 @@ def _abi() -> str:
 def _compiler() -> list[str]:
     """Return the words of the command that CXX names, else the first compiler found."""
     wanted = setting("CXX")
-    for command in [shlex.split(wanted)] if wanted else [[name] for name in _COMPILERS]:
+    try:
+        commands = [shlex.split(wanted)] if wanted else [[name] for name in _COMPILERS]
+    except ValueError as error:
+        raise SimulatorUnavailableError(
+            f"CXX must name a C++ compiler as a shell would read it, and CXX={wanted} cannot be "
+            f"read ({error}): mend its quotes, or unset it"
+        ) from None
+    for command in commands:
         if found := shutil.which(command[0]):
             return [found, *command[1:]]
     missing = f"CXX={wanted} is not there" if wanted else "none was found"

@@ -9,14 +9,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from quaver.cli.errors import CommandError
+
 _UNFINISHED = ".unfinished-"
 _ABANDONED_AFTER_S = 3600.0
 
 
 def cache_root() -> Path:
-    """``QUAVER_CACHE_DIR``, or ``~/.cache/quaver``."""
-    chosen = os.environ.get("QUAVER_CACHE_DIR")
-    return Path(chosen).expanduser() if chosen else Path.home() / ".cache" / "quaver"
+    """``QUAVER_CACHE_DIR``, or ``~/.cache/quaver``; CommandError where that home is unknown."""
+    chosen = os.environ.get("QUAVER_CACHE_DIR", "").strip() or "~/.cache/quaver"
+    try:
+        return Path(chosen).expanduser()
+    except RuntimeError:
+        raise CommandError(
+            f"the cache folder {chosen} is in no home folder that is known; set QUAVER_CACHE_DIR "
+            "to a folder that can be written to"
+        ) from None
 
 
 def keep_folder(target: Path, fill: Callable[[Path], None]) -> None:

@@ -76,7 +76,8 @@ def measure(
     model = dispatch(model, places)
     for device in devices:
         reset_peak(device)
-    step = stage(f"{recipe} split over {' + '.join(map(str, devices))}", count + 1)
+    where = f"split over {' + '.join(map(str, devices))}" if len(devices) > 1 else "not split"
+    step = stage(f"{recipe} {where}", count + 1)
     split = []
     for window in windows:
         split.append(fingerprint(logits(model, window, first)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import io
+import json
 import logging
 import sys
 from collections.abc import Callable, Iterator
@@ -100,11 +101,32 @@ def _keep(target: Path, model: Any, tokenizer: Any) -> None:
 
 def _check_folder(path: Path) -> None:
     if not path.is_dir():
-        raise CommandError(f"--model {path} is not a folder; give one of a transformers model")
+        raise CommandError(
+            f"--model {path} is not a folder; names of a hub are not downloaded: give the local "
+            "folder of a transformers model"
+        )
     if not (path / "config.json").is_file():
         raise CommandError(f"--model {path} has no config.json; give a transformers model's folder")
     if (path / "adapter_config.json").is_file():
         raise CommandError(f"--model {path} holds an adapter; merge it into its model first")
+    if not _has_model_type(path / "config.json"):
+        raise CommandError(
+            f"the config.json of --model {path} names no model_type; give a transformers model's "
+            "folder"
+        )
+    if not any(path.glob("*.safetensors")):
+        raise CommandError(
+            f"--model {path} has no weights, which must be *.safetensors; save the model there "
+            "with save_pretrained"
+        )
+
+
+def _has_model_type(config: Path) -> bool:
+    try:
+        content = json.loads(config.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and bool(content.get("model_type"))
 
 
 def _load_folder(path: Path, name: str) -> LanguageModel:
@@ -126,7 +148,12 @@ def _load(path: Path, **options: Any) -> tuple[Any, Any]:
     with _quiet():
         tokenizer = AutoTokenizer.from_pretrained(path, **common)
         model, loading = AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, output_loading_info=True, **{**common, **options}
+            path,
+            dtype=torch.float32,
+            # torch's fused attention is another algorithm on the CPU than on other devices.
+            attn_implementation="eager",
+            output_loading_info=True,
+            **{**common, **options},
         )
     if missing := sorted(loading["missing_keys"]):
         raise CommandError(f"the checkpoint lacks {len(missing)} weights, {missing[0]} among them")

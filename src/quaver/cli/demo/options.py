@@ -45,3 +45,18 @@ class DemoOptions:
             raise CommandError(f"--json {self.json} is a folder; name a file")
         if not self.json.parent.is_dir():
             raise CommandError(f"--json {self.json}: the folder {self.json.parent} does not exist")
+        if self.json.exists() and not self.json.is_file():
+            return  # a pipe: opening it would already be a use of it
+        is_new = not self.json.exists()
+        try:
+            self.json.open("a").close()
+            if is_new:
+                self.json.unlink()
+        except OSError as error:
+            raise unwritable(self.json, error) from None
+
+
+def unwritable(path: Path, error: OSError) -> CommandError:
+    """The error for a ``--json`` that the system refuses to write."""
+    reason = error.strerror or error
+    return CommandError(f"--json {path} cannot be written: {reason}; name another file")

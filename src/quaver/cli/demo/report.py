@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console, Group
+from rich.markup import escape
 from rich.table import Table
 
 from quaver.cli.demo.layers import LayerError
@@ -31,28 +32,20 @@ def print_report(results: Sequence[DemoResult], console: Console) -> None:
 
 def _recipes(results: Sequence[DemoResult]) -> Table:
     full = results[0]
-    table = _table(
-        f"Recipes against full precision, {full.comparison.tokens} tokens: perplexity "
-        f"{full.comparison.perplexity_full:.3f}, weights {_size(full.weight_bytes_full)}",
-        "recipe",
-        "perplexity",
-        "ratio",
-        "mean KL",
-        "top-1 agreement",
-        "weights",
-        "worst layer",
-        "split equals unsplit",
+    title = (
+        f"Against full precision: perplexity {full.comparison.perplexity_full:.3f}, weights "
+        f"{_size(full.weight_bytes_full)}, {full.comparison.tokens} tokens"
     )
+    table = _table(title, "recipe", "perplexity", "ratio", "mean KL", "top-1", "MiB", "split")
     for result in results:
-        figures, worst = result.comparison, result.layers[0].relative_error
+        figures = result.comparison
         table.add_row(
             result.recipe,
             f"{figures.perplexity_fp8:.3f}",
-            f"× {figures.perplexity_ratio:.4f}",
+            f"{figures.perplexity_ratio:.4f}",
             f"{figures.kl_mean:.5f}",
             f"{figures.top1_agreement:.2%}",
-            _size(result.weight_bytes_fp8),
-            "not reached" if worst is None else f"{worst:.2%}",
+            f"{result.weight_bytes_fp8 / _MIB:.1f}",
             _equality(result),
         )
     return table
@@ -81,16 +74,15 @@ def _figures(result: DemoResult) -> Table:
 
 def _equality(result: DemoResult) -> str:
     if result.split_equals_unsplit:
-        return "[green]bit for bit[/]"
+        return "[green]bit for bit[/]" if len(result.devices) > 1 else "not split"
     if len({share.device.split(":")[0] for share in result.devices}) > 1:
         return "[yellow]no: two kinds of device round differently[/]"
     return "[red]NO[/]"
 
 
 def _devices(result: DemoResult) -> Table:
-    table = _table(
-        f"The split model ({result.recipe})", "device", "quantized layers", "peak memory"
-    )
+    what = "split model" if len(result.devices) > 1 else "model, not split"
+    table = _table(f"The {what} ({result.recipe})", "device", "quantized layers", "peak memory")
     table.add_column("states live on", justify="left")
     for share in result.devices:
         peak = "not counted" if share.peak_bytes is None else _size(share.peak_bytes)
@@ -104,7 +96,8 @@ def _layers(layers: list[LayerError]) -> Table:
     table = _table(title, "layer", "device", "relative error")
     for layer in shown:
         error = layer.relative_error
-        table.add_row(layer.name, layer.device, "not reached" if error is None else f"{error:.2%}")
+        shown_error = "not reached" if error is None else f"{error:.2%}"
+        table.add_row(escape(layer.name), layer.device, shown_error)
     if layers[WORST_LAYERS:]:
         median = sorted(layer.relative_error or 0.0 for layer in layers)[len(layers) // 2]
         table.add_row("median of all", "", f"{median:.2%}")

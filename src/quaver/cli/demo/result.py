@@ -17,7 +17,7 @@ import quaver as qv
 from quaver.cli.demo.devices import peak_bytes
 from quaver.cli.demo.layers import LayerError, quantized_layers
 from quaver.cli.demo.metrics import Comparison
-from quaver.cli.errors import CommandError
+from quaver.cli.demo.options import unwritable
 from quaver.conversion import ConversionReport
 
 
@@ -89,8 +89,7 @@ def write_json(results: Sequence[DemoResult], path: Path) -> None:
     try:
         path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
     except OSError as error:
-        reason = error.strerror or error
-        raise CommandError(f"--json {path} cannot be written: {reason}") from None
+        raise unwritable(path, error) from None
 
 
 def weight_bytes(model: nn.Module) -> int:

@@ -47,6 +47,7 @@ def run_demo(options: DemoOptions) -> list[DemoResult]:
 
         model = language.model.to(first)
         baseline = measure_full(model, corpus, first, stage)
+        model.to("cpu")  # the peaks of the devices are those of one recipe's model
         results = []
         for i, recipe in enumerate(recipes, start=1):
             # Each recipe gets a model that no other has rounded; the last one needs no copy.
@@ -54,7 +55,7 @@ def run_demo(options: DemoOptions) -> list[DemoResult]:
             results.append(measure(own, recipe, baseline, corpus, places, stage))
             del own
     screen = Console()
-    screen.print(f"{language.name}, {time.perf_counter() - started:.0f} s")
+    screen.print(f"{language.name}, {time.perf_counter() - started:.0f} s", markup=False)
     print_report(results, screen)
     if options.json is not None:
         write_json(results, options.json)
