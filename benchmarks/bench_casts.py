@@ -1,4 +1,4 @@
-"""The casts to FP8 formats on the CPU, against torch's own cast.
+"""The casts to FP8 and FP4 formats on the CPU, against torch's own cast.
 
     python -m benchmarks.bench_casts
 
@@ -18,10 +18,13 @@ from benchmarks.common import Report, command_line, time_interleaved
 from quaver.kernels.block_cast.op import block_cast
 from quaver.kernels.current_cast.op import current_cast
 from quaver.kernels.mx_cast.op import mx_cast
+from quaver.kernels.nvfp4_cast.op import nvfp4_cast
 
 SIZE = 4096
 TARGET = 6
-"""The most that a cast with both usages may cost, in torch's casts."""
+"""The most that an FP8 cast with both usages may cost, in torch's casts."""
+TARGET_FP4 = 12
+"""The most that an NVFP4 cast with one usage may cost."""
 
 BASE = "torch x.to(float8_e4m3fn)"
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -40,6 +43,7 @@ def make_functions() -> dict[str, Callable[[], object]]:
         "block 128x128, both": lambda: block_cast(x, E4M3, 2, True, 0.0, True, True),
         "MXFP8, row-wise": lambda: mx_cast(x, E4M3, True, False),
         "MXFP8, both": lambda: mx_cast(x, E4M3, True, True),
+        "NVFP4, row-wise": lambda: nvfp4_cast(x, False, False, 0, 0, True, False),
     }
 
 
@@ -74,9 +78,9 @@ def main() -> None:
         columns=["", "median ms", "in torch's casts"],
         rows=measure(options.repeats, options.warm_up),
         notes=[
-            f"Target: both usages in at most {TARGET} of torch's casts. A ratio is the median over "
-            "rounds of neighbours.",
-            f"{options.repeats} rounds, each cast once a round, the order rotating.",
+            f"Target: both usages in at most {TARGET} of torch's casts, NVFP4 with one usage in at "
+            f"most {TARGET_FP4}. A ratio is the median over rounds.",
+            f"{options.repeats} rounds, each cast once a round, in random order.",
         ],
     )
     console = Console()

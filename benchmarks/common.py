@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import random
 import shlex
 import statistics
 import sys
@@ -45,13 +46,13 @@ def time_interleaved(
 ) -> dict[str, Timing]:
     """Time functions of CPU work in turn, again and again, after ``warm_up`` unmeasured rounds.
 
-    Every round starts with another function, so that none always follows the same one.
+    Every round has another order, so that none always runs with what the same one left behind.
     """
+    order = random.Random(0)
     names = list(functions)
     seconds: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(-warm_up, repeats):
-        shift = turn % len(names)
-        for name in names[shift:] + names[:shift]:
+        for name in order.sample(names, len(names)):
             start = time.perf_counter()
             functions[name]()
             elapsed = time.perf_counter() - start

@@ -76,7 +76,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--repeats", type=int, default=200)
     parser.add_argument("--warm-up", type=int, default=20)
+    parser.add_argument(
+        "--threads", type=int, help="default: torch's own; 1 is steadier on a busy machine"
+    )
     options = parser.parse_args()
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     report = Report(
         name="reference-linear",
@@ -87,7 +92,7 @@ def main() -> None:
         notes=[
             f"Target: at most {TARGET} floors in fp32. The floor is the product and the casts "
             "together, called in one go; a ratio is the median over rounds of neighbours.",
-            f"{options.repeats} rounds, each function once a round, the order rotating.",
+            f"{options.repeats} rounds, each function once a round, each round in another order.",
         ],
     )
     console = Console()

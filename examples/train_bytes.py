@@ -133,6 +133,7 @@ class Trainee:
         loss = self.loss(windows)
         self.optimizer.zero_grad()
         loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.losses.append(loss.item())
         self.seconds += time.perf_counter() - start
@@ -176,7 +177,7 @@ def prepare(devices: Sequence[torch.device], seed: int, recipe: str = "delayed")
     for model in (full, quantized):
         model.split(devices)
     optimizers = [
-        torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1)
+        torch.optim.AdamW(model.parameters(), betas=(0.9, 0.99), weight_decay=0.1)
         for model in (full, quantized)
     ]
     return Report(
