@@ -76,8 +76,8 @@ class WatchesTheDevice(qv.Linear):
 
     seen: list[torch.device]
 
-    def prepare_forward(self, x: torch.Tensor, *, quantizes: bool = True) -> torch.Tensor:
-        x = super().prepare_forward(x, quantizes=quantizes)
+    def prepare_forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = super().prepare_forward(x)
         self.seen.append(current_device(x.device.type))
         return x
 

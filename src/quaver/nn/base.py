@@ -87,7 +87,7 @@ class QuantizedModule(nn.Module):
 
     # ---- the frame of a forward
 
-    def prepare_forward(self, x: torch.Tensor, *, quantizes: bool = True) -> torch.Tensor:
+    def prepare_forward(self, x: torch.Tensor) -> torch.Tensor:
         """Begin a forward on x: its device becomes current, the states are ready. Returns x.
 
         `end_forward` must follow, also when the forward raises; when this raises, it has put
@@ -95,7 +95,6 @@ class QuantizedModule(nn.Module):
 
         Args:
             x: the input; its device is the execution device.
-            quantizes: False: the module has nothing to quantize, only the device is set.
 
         Raises:
             DeviceMismatchError: x and a parameter lie on two devices; nothing ran.
@@ -107,15 +106,14 @@ class QuantizedModule(nn.Module):
         try:
             if not compiling:
                 self._check_operands(x)
-            if quantizes:
-                self._refuse_lost_replica()
-                state = None if compiling else self.recipe_states.get("forward")
-                call = begin_call(self.recipe, state)
-                if call.recipe is not None:
-                    self._prepare_states(call.recipe, device)
-                    self._note(call, x.requires_grad)
-                elif state is not None:
-                    note_high_precision(state)
+            self._refuse_lost_replica()
+            state = None if compiling else self.recipe_states.get("forward")
+            call = begin_call(self.recipe, state)
+            if call.recipe is not None:
+                self._prepare_states(call.recipe, device)
+                self._note(call, x.requires_grad)
+            elif state is not None:
+                note_high_precision(state)
         except BaseException:
             end_call(call)
             unpin(device, previous)

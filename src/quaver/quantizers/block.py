@@ -10,18 +10,8 @@ from quaver.errors import RecipeError
 from quaver.kernels import block_cast, hadamard, mx_cast, nvfp4_cast
 from quaver.kernels.scaled_mm.layouts import BLOCK_1D, BLOCK_2D, MX, NVFP4, NVFP4_2D
 from quaver.quantizers.base import Draw, Quantizer, check_fp8
-from quaver.tensors import Float8BlockwiseTensor, MXFP8Tensor, NVFP4Tensor, Operand, Quantized
-
-
-def _pair(
-    results: tuple[torch.Tensor, ...], layout: str, rowwise: bool, columnwise: bool
-) -> Quantized:
-    row, row_scale, col, col_scale, *top = results
-    global_scale_inv = top[0] if top else None
-    return Quantized(
-        Operand(row, row_scale, layout, global_scale_inv) if rowwise else None,
-        Operand(col, col_scale, layout, global_scale_inv) if columnwise else None,
-    )
+from quaver.tensors import Float8BlockwiseTensor, MXFP8Tensor, NVFP4Tensor, Quantized
+from quaver.tensors.payload import paired
 
 
 class Float8BlockQuantizer(Quantizer):
@@ -73,7 +63,7 @@ class Float8BlockQuantizer(Quantizer):
         results = block_cast(
             x, self.dtype, dim, self.power_2_scale, self.amax_epsilon, rowwise, columnwise
         )
-        return _pair(results, BLOCK_1D if dim == 1 else BLOCK_2D, rowwise, columnwise)
+        return paired(results, BLOCK_1D if dim == 1 else BLOCK_2D)
 
     def wrap(self, quantized: Quantized, like: torch.Tensor) -> Float8BlockwiseTensor:
         """The operands as a Float8BlockwiseTensor with the shape and nominal dtype of `like`."""
@@ -111,7 +101,7 @@ class MXFP8Quantizer(Quantizer):
         group: Any = None,
     ) -> Quantized:
         """x [M, K] in blocks along K, and along M."""
-        return _pair(mx_cast(x, self.dtype, rowwise, columnwise), MX, rowwise, columnwise)
+        return paired(mx_cast(x, self.dtype, rowwise, columnwise), MX)
 
     def wrap(self, quantized: Quantized, like: torch.Tensor) -> MXFP8Tensor:
         """The operands as an MXFP8Tensor with the shape and nominal dtype of `like`."""
@@ -172,12 +162,12 @@ class NVFP4Quantizer(Quantizer):
             draw = torch.full((1,), self._calls, dtype=torch.int64, device=x.device)
         layout = NVFP4_2D if self.two_dimensional else NVFP4
         if not (self.hadamard and columnwise):
-            return _pair(self._cast(x, draw, rowwise, columnwise), layout, rowwise, columnwise)
+            return paired(self._cast(x, draw, rowwise, columnwise), layout)
         transformed = self._cast(hadamard(x.t()).t(), draw, False, True)
-        col = _pair(transformed, layout, False, True).columnwise
+        col = paired(transformed, layout).columnwise
         row = None
         if rowwise:
-            row = _pair(self._cast(x, draw, True, False), layout, True, False).rowwise
+            row = paired(self._cast(x, draw, True, False), layout).rowwise
         return Quantized(row, col)
 
     def _cast(
