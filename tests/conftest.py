@@ -1,10 +1,14 @@
 """What every test gets: simulated devices, a seed of its own, and a watch on the current device."""
 
+import os
 import zlib
 from collections.abc import Iterator
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():  # Triton reads it when it is imported, which other packages do
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from quaver.errors import SimulatorUnavailableError
 from quaver.testing import simulated_devices
@@ -54,3 +58,17 @@ def _own_seed_and_no_leaked_device(request: pytest.FixtureRequest) -> Iterator[N
     after = torch.accelerator.current_device_index()
     torch.accelerator.set_device_index(before)
     assert after == before, f"the test left device {after} current, it began on {before}"
+
+
+@pytest.fixture
+def fresh_accelerate() -> Iterator[None]:
+    """No Accelerator yet, and none left behind: its state belongs to the process."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    def reset() -> None:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+    reset()
+    yield
+    reset()

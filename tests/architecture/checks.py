@@ -22,7 +22,7 @@ DEVICE_NAMES = {
 }
 KNOW_DEVICES = ("devices/*", "simulator/*", "cli/*", "testing.py", "testing/*")
 READ_ENVIRONMENT = ("devices/*", "simulator/*", "cli/*")
-IMPORT_TRITON = ("kernels/*/triton.py",)
+IMPORT_TRITON = ("kernels/*/triton.py", "kernels/*/triton_*.py")
 OPTIONAL = {"accelerate", "gguf", "peft", "transformers", "triton"}
 
 FUNCTION = (ast.FunctionDef, ast.AsyncFunctionDef)

@@ -1,13 +1,15 @@
 """The one door: operands' device, guard, errors, the log of launches, the choice of a version."""
 
+import sys
 import threading
+from types import ModuleType
 
 import pytest
 import torch
 
-from quaver.errors import DeviceMismatchError
+from quaver.errors import DeviceMismatchError, QuaverError
 from quaver.kernels import amax, cast, dequantize, scale_update, scaled_mm
-from quaver.kernels.door import Kernel, launch
+from quaver.kernels.door import Kernel, launch, use_implementation
 from quaver.testing import launches
 from tests.samples import normal
 
@@ -128,14 +130,47 @@ def test_launches_of_other_threads_are_logged_with_their_current_device(devices)
     assert {entry.device for entry in log} == set(devices)
 
 
-def test_a_version_for_a_device_type_runs_there_and_nowhere_else(devices) -> None:
-    def name(x: torch.Tensor) -> str:
-        return "reference"
+def name(x: torch.Tensor) -> str:
+    return "reference"
 
-    kernel = Kernel(name, {devices[0].type: lambda x: "faster"})
-    assert launch(kernel, torch.ones(1, device=devices[1])) == "faster"
-    assert launch(kernel, torch.ones(1)) == "reference"
-    assert launch(kernel, torch.ones(1, device="meta")) == "reference"
+
+@pytest.fixture
+def two_versions(monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """A kernel with a Triton version, of which nothing is compiled."""
+    module = ModuleType("versions")
+    module.name = lambda x: "triton"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "versions", module)
+    return Kernel(name, triton="versions")
+
+
+def test_triton_runs_where_it_compiles_and_nowhere_else(
+    devices, two_versions: Kernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = devices[1]
+    monkeypatch.setattr("quaver.kernels.door.runs_triton", lambda kind: kind == device.type)
+    assert launch(two_versions, torch.ones(1, device=device)) == "triton"
+    assert launch(two_versions, torch.ones(1)) == "reference"
+    assert launch(two_versions, torch.ones(1, device="meta")) == "reference"
+
+
+def test_an_implementation_that_is_named_runs_everywhere_in_the_block(two_versions) -> None:
+    x = torch.ones(1)
+    with use_implementation("triton"):
+        assert launch(two_versions, x) == "triton"
+        with use_implementation("reference"):
+            assert launch(two_versions, x) == "reference"
+        assert launch(two_versions, x) == "triton"
+        assert launch(Kernel(name), x) == "reference"  # which has no other version
+    assert launch(two_versions, x) == "reference"
+
+
+def test_an_unknown_implementation_is_refused_and_changes_nothing(two_versions) -> None:
+    with (
+        pytest.raises(QuaverError, match='must be "reference" or "triton", not \'fast\''),
+        use_implementation("fast"),
+    ):
+        pass
+    assert launch(two_versions, torch.ones(1)) == "reference"
 
 
 @pytest.mark.parametrize("where", ["cpu", "accelerator"])

@@ -1,5 +1,6 @@
 """What a device can do natively; what it cannot is emulated with the same bytes."""
 
+import importlib.util
 from collections.abc import Hashable
 
 import torch
@@ -23,11 +24,49 @@ def capability(device: torch.device) -> tuple[int, int]:
     return _capabilities.get(device)
 
 
+_has_triton = importlib.util.find_spec("triton") is not None
+
+
+def runs_triton(device_type: str) -> bool:
+    """Whether Triton compiles for devices of this type here."""
+    return _has_triton and device_type == "cuda" and torch.version.hip is None
+
+
+_products: dict[torch.device, tuple[bool, bool]] = {}
+
+
+def _read_products(device: torch.device) -> tuple[bool, bool]:
+    """Whether cuBLASLt multiplies FP8 on `device` with a scale a tensor, and in blocks of 128."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False, False
+    chip = capability(device)
+    version = tuple(int(part) for part in (torch.version.cuda or "0.0").split(".")[:2])
+    found = (chip >= (8, 9), chip[0] == 9 and version >= (12, 9))
+    _products[device] = found
+    return found
+
+
+def has_fp8_gemm(device: torch.device) -> bool:
+    """Whether cuBLASLt multiplies FP8 on `device`: GPUs from sm_89 on."""
+    return (_products.get(device) or _read_products(device))[0]
+
+
+def has_fp8_block_gemm(device: torch.device) -> bool:
+    """Whether cuBLASLt multiplies FP8 in blocks of 128 on `device`: Hopper, from CUDA 12.9 on."""
+    return (_products.get(device) or _read_products(device))[1]
+
+
 def fp8_gemm_path(device: torch.device) -> str:
     """Which path an FP8 matrix product takes on `device`, in words for a report."""
     major, minor = capability(device)
     chip = f" (sm_{major}{minor})" if (major, minor) != (0, 0) else ""
-    return f"emulated on {device}{chip}: dequantized operands, a float32 matrix product"
+    if not has_fp8_gemm(device):
+        return f"emulated on {device}{chip}: dequantized operands, a float32 matrix product"
+    blocks = "and of blocks of 128" if has_fp8_block_gemm(device) else "only"
+    return (
+        f"cuBLASLt on {device}{chip}: FP8 products with a scale a tensor {blocks}; the other "
+        "formats emulated: dequantized operands"
+    )
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:

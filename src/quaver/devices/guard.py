@@ -69,6 +69,18 @@ def pin(device: torch.device) -> int:
     return backend.exchange(index)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until `device` has done what was launched; the CPU has nothing left to do."""
+    if has_current(device):
+        torch.get_device_module(device.type).synchronize(device)
+
+
+def raw_stream(index: int) -> int:
+    """The current stream of GPU `index` on this thread, as a launch takes it."""
+    stream: int = torch._C._cuda_getCurrentRawStream(index)
+    return stream
+
+
 def unpin(device: torch.device, previous: int) -> None:
     """Undo `pin(device)`, which returned `previous`."""
     if previous >= 0:

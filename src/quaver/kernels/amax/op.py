@@ -11,4 +11,8 @@ def _fake(x: torch.Tensor, into: torch.Tensor, slot: int) -> None:
     return None
 
 
-amax = define(Kernel(reference.amax), "(Tensor x, Tensor(a!) into, int slot) -> ()", _fake)
+amax = define(
+    Kernel(reference.amax, triton="quaver.kernels.amax.triton"),
+    "(Tensor x, Tensor(a!) into, int slot) -> ()",
+    _fake,
+)

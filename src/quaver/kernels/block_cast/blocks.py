@@ -1,9 +1,10 @@
 """Quantizing a matrix in blocks of any size, each with its scale: what block formats share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 
+from quaver.devices import runs_triton
 from quaver.formats import MAX
 from quaver.kernels.current_cast.reference import saturate_
 from quaver.kernels.current_cast.tiles import row_tiles, store_transposed
@@ -11,11 +12,17 @@ from quaver.kernels.current_cast.tiles import row_tiles, store_transposed
 Block = tuple[int, int]
 """Rows and columns of a block."""
 
+Usages = tuple[bool, bool]
+"""Whether row-wise, whether column-wise."""
+
 Results = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """Row-wise payload and stored scales, column-wise payload and stored scales."""
 
 ScaleRule = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""From amaxes, float32, to (scales that multiply before the cast, float32; scales to be stored)."""
+"""From amaxes, float32, to (scales that multiply before the cast, float32; scales to be stored).
+
+A finite amax times its scale must round to no more than the format's largest value.
+"""
 
 
 def block_counts(rows: int, columns: int, block: Block) -> tuple[int, int]:
@@ -28,18 +35,23 @@ def empty_usages(
     dtype: torch.dtype,
     block: Block,
     scale_dtype: torch.dtype,
-    usages: tuple[bool, bool],
+    usages: Usages,
 ) -> Results:
-    """Tensors for what `cast_usages` returns; of size 0 where not asked for."""
+    """Tensors for what `cast_usages` returns; of size 0 where not asked for.
+
+    On GPUs the float32 scales of 1xN values lie by blocks in memory, as cuBLASLt reads them.
+    """
     rows, columns = x.shape
-    shapes: list[tuple[int, ...]] = []
+    by_block = block[0] == 1 and scale_dtype == torch.float32 and runs_triton(x.device.type)
+    results: list[torch.Tensor] = []
     for wanted, shape in zip(usages, ((rows, columns), (columns, rows)), strict=True):
-        shapes += (shape, block_counts(*shape, block)) if wanted else ((0,), (0,))
-    row, row_scale, col, col_scale = (
-        torch.empty(shape, dtype=kind, device=x.device)
-        for shape, kind in zip(shapes, 2 * (dtype, scale_dtype), strict=True)
-    )
-    return row, row_scale, col, col_scale
+        counts = block_counts(*shape, block)
+        scale_shape = counts[::-1] if by_block else counts
+        for kind, size in ((dtype, shape), (scale_dtype, scale_shape)):
+            results.append(torch.empty(size if wanted else (0,), dtype=kind, device=x.device))
+        if wanted and by_block:
+            results[-1] = results[-1].t()
+    return results[0], results[1], results[2], results[3]
 
 
 def cast_usages(
@@ -48,7 +60,7 @@ def cast_usages(
     block: Block,
     rule: ScaleRule,
     scale_dtype: torch.dtype,
-    usages: tuple[bool, bool],
+    usages: Usages,
 ) -> Results:
     """q = saturate(x * scale), rounded to nearest even, with a scale for each block's amax.
 
@@ -67,25 +79,48 @@ def cast_usages(
         Payload [M, K] and stored scales [ceil(M / rows), ceil(K / columns)]; payload [K, M] and
         stored scales [ceil(K / rows), ceil(M / columns)]. Contiguous; empty where not asked for.
     """
-    row, row_scale, col, col_scale = empty_usages(x, dtype, block, scale_dtype, usages)
+    results = empty_usages(x, dtype, block, scale_dtype, usages)
     upright, turned = _fitted(block, x), _fitted((block[1], block[0]), x)
-    shapes = {shape for shape, wanted in zip((upright, turned), usages, strict=True) if wanted}
-    whole = max((height for height, _ in shapes), default=1), max((w for _, w in shapes), default=1)
-    for tile in row_tiles(x, whole[0]):
-        values = _filled(x[tile], whole)
-        work = values.abs().nan_to_num_(nan=0.0, posinf=torch.inf)
-        scales = {shape: rule(_block_amax(work, shape)) for shape in shapes}
-        for shape, (scale, stored) in scales.items():
-            scaled = saturate_(_scaled(values, scale, shape, work), MAX[dtype])
-            held = scaled[: tile.stop - tile.start, : x.shape[1]]
-            below, beside = block_counts(held.shape[0], held.shape[1], shape)
-            if usages[0] and shape == upright:
-                row[tile] = held
-                row_scale[_block_rows(tile, shape)] = stored[:below, :beside]
-            if usages[1] and shape == turned:
-                store_transposed(held.to(dtype), col, tile)
-                store_transposed(stored[:below, :beside], col_scale, _block_rows(tile, shape))
-    return row, row_scale, col, col_scale
+    shapes: dict[Block, Usages] = {}
+    if usages[0]:
+        shapes[upright] = (True, usages[1] and upright == turned)
+    if usages[1]:
+        shapes.setdefault(turned, (False, True))
+    if shapes:
+        for tile in row_tiles(x, max(height for height, _ in shapes)):
+            _cast_tile(x, tile, shapes, rule, results)
+    return results
+
+
+def _cast_tile(
+    x: torch.Tensor, tile: slice, shapes: dict[Block, Usages], rule: ScaleRule, results: Results
+) -> None:
+    """`cast_usages` for the rows `tile`.
+
+    A function of its own, so that the next tile takes this one's memory, which is in the cache.
+
+    Args:
+        shapes: of blocks in x, with the usages that have them.
+        results: those of all rows, written to.
+    """
+    row, row_scale, col, col_scale = results
+    whole = max(height for height, _ in shapes), max(width for _, width in shapes)
+    values = _filled(x[tile], whole)
+    work, amaxes, finite = _magnitudes(values, shapes)
+    scales = {shape: rule(amax) for shape, amax in amaxes.items()}  # an amax may be part of work
+    for shape, (rowwise, columnwise) in shapes.items():
+        scale, stored = scales[shape]
+        scaled = _scaled(values, scale, shape, work)
+        if not finite:
+            saturate_(scaled, MAX[row.dtype])
+        held = scaled[: tile.stop - tile.start, : x.shape[1]]
+        below, beside = block_counts(held.shape[0], held.shape[1], shape)
+        if rowwise:
+            row[tile] = held
+            row_scale[_block_rows(tile, shape)] = stored[:below, :beside]
+        if columnwise:
+            store_transposed(held.to(col.dtype), col, tile)
+            store_transposed(stored[:below, :beside], col_scale, _block_rows(tile, shape))
 
 
 def dequantize_blocks(
@@ -138,6 +173,23 @@ def _block_amax(magnitude: torch.Tensor, block: Block) -> torch.Tensor:
     # Over a dimension of one value a maximum would be slow, and do nothing.
     across = blocks.amax(3) if block[1] > 1 else blocks.squeeze(3)
     return across.amax(1) if block[0] > 1 else across.squeeze(1)
+
+
+def _magnitudes(
+    values: torch.Tensor, shapes: Iterable[Block]
+) -> tuple[torch.Tensor, dict[Block, torch.Tensor], bool]:
+    """|values|, the amaxes of its blocks of each shape, whether all values are known to be finite.
+
+    On a CPU the amaxes are looked at, which spares a tile without NaN and inf several passes;
+    another device would have to be waited for.
+    """
+    work = values.abs()
+    if work.device.type == "cpu" and work.numel():
+        amaxes = {shape: _block_amax(work, shape) for shape in shapes}
+        if next(iter(amaxes.values())).amax().item() < torch.inf:
+            return work, amaxes, True
+    work.nan_to_num_(nan=0.0, posinf=torch.inf)
+    return work, {shape: _block_amax(work, shape) for shape in shapes}, False
 
 
 def _scaled(x: torch.Tensor, scale: torch.Tensor, block: Block, into: torch.Tensor) -> torch.Tensor:

@@ -33,10 +33,12 @@ def _fake_dequantize(
     return torch.empty(data.shape, dtype=dtype, device=data.device)
 
 
-block_cast = define(Kernel(reference.block_cast), _SCHEMA, _fake)
+_TRITON = "quaver.kernels.block_cast.triton"
+
+block_cast = define(Kernel(reference.block_cast, triton=_TRITON), _SCHEMA, _fake)
 
 block_dequantize = define(
-    Kernel(reference.block_dequantize),
+    Kernel(reference.block_dequantize, triton=_TRITON),
     "(Tensor data, Tensor scale_inv, int block_dim, ScalarType dtype) -> Tensor",
     _fake_dequantize,
 )

@@ -30,4 +30,4 @@ def _fake(
     return data, transposed, scale.new_empty(1)
 
 
-cast = define(Kernel(reference.cast), _SCHEMA, _fake)
+cast = define(Kernel(reference.cast, triton="quaver.kernels.cast.triton"), _SCHEMA, _fake)

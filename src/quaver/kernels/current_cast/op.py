@@ -26,4 +26,6 @@ def _fake(
     return data, transposed, data.new_empty(1, dtype=torch.float32)
 
 
-current_cast = define(Kernel(reference.current_cast), _SCHEMA, _fake)
+current_cast = define(
+    Kernel(reference.current_cast, triton="quaver.kernels.current_cast.triton"), _SCHEMA, _fake
+)

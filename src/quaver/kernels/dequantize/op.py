@@ -12,7 +12,7 @@ def _fake(data: torch.Tensor, scale_inv: torch.Tensor, dtype: torch.dtype) -> to
 
 
 dequantize = define(
-    Kernel(reference.dequantize),
+    Kernel(reference.dequantize, triton="quaver.kernels.dequantize.triton"),
     "(Tensor data, Tensor scale_inv, ScalarType dtype) -> Tensor",
     _fake,
 )

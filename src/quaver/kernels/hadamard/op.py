@@ -13,4 +13,8 @@ def _fake(x: torch.Tensor) -> torch.Tensor:
     return x.new_empty((rows, blocks * reference.BLOCK), dtype=torch.float32)
 
 
-hadamard = define(Kernel(reference.hadamard), "(Tensor x) -> Tensor", _fake)
+hadamard = define(
+    Kernel(reference.hadamard, triton="quaver.kernels.hadamard.triton"),
+    "(Tensor x) -> Tensor",
+    _fake,
+)

@@ -23,10 +23,12 @@ def _fake_dequantize(
     return torch.empty(data.shape, dtype=dtype, device=data.device)
 
 
-mx_cast = define(Kernel(reference.mx_cast), _SCHEMA, _fake)
+_TRITON = "quaver.kernels.mx_cast.triton"
+
+mx_cast = define(Kernel(reference.mx_cast, triton=_TRITON), _SCHEMA, _fake)
 
 mx_dequantize = define(
-    Kernel(reference.mx_dequantize),
+    Kernel(reference.mx_dequantize, triton=_TRITON),
     "(Tensor data, Tensor scale_inv, ScalarType dtype) -> Tensor",
     _fake_dequantize,
 )

@@ -25,9 +25,10 @@ def e8m0_bytes(amax: torch.Tensor, limit: float) -> torch.Tensor:
     Up to 2^-127 that is 0; inf gives 0xFE; NaN's 0xFF never comes out.
     """
     bits = (amax / torch.full_like(amax, limit)).view(torch.int32)
-    # A carry out of the mantissa raises the exponent; above 2^-127 subnormals, too, carry into 1.
+    # A carry out of the mantissa raises the exponent; subnormals carry into 1, but only those
+    # above 2^-127 may: the difference holds the others at 0, and is the larger one elsewhere.
     carried = bits.add((1 << _MANTISSA) - 1).bitwise_right_shift_(_MANTISSA)
-    return carried.masked_fill_(bits <= _SMALLEST, 0).clamp_(max=_LARGEST)
+    return torch.minimum(carried, bits.sub_(_SMALLEST)).clamp_(0, _LARGEST)
 
 
 def power_of_two(byte: torch.Tensor) -> torch.Tensor:

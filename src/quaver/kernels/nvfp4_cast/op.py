@@ -58,5 +58,9 @@ def _blocks(length: int) -> int:
     return (length + reference.BLOCK - 1) // reference.BLOCK
 
 
-nvfp4_cast = define(Kernel(reference.nvfp4_cast), _CAST_SCHEMA, _fake_cast)
-nvfp4_dequantize = define(Kernel(reference.nvfp4_dequantize), _DEQUANTIZE_SCHEMA, _fake_dequantize)
+_TRITON = "quaver.kernels.nvfp4_cast.triton"
+
+nvfp4_cast = define(Kernel(reference.nvfp4_cast, triton=_TRITON), _CAST_SCHEMA, _fake_cast)
+nvfp4_dequantize = define(
+    Kernel(reference.nvfp4_dequantize, triton=_TRITON), _DEQUANTIZE_SCHEMA, _fake_dequantize
+)

@@ -18,7 +18,9 @@ def _fake(*args: Any) -> None:
     return None
 
 
-scale_update = define(Kernel(reference.scale_update), _SCHEMA, _fake)
+scale_update = define(
+    Kernel(reference.scale_update, triton="quaver.kernels.scale_update.triton"), _SCHEMA, _fake
+)
 
 _custom = Kernel(reference.custom_scale_update)
 

@@ -6,12 +6,13 @@ import torch
 
 from quaver.kernels.door import Kernel
 from quaver.kernels.library import define
-from quaver.kernels.scaled_mm import layouts, reference
+from quaver.kernels.scaled_mm import layouts, native, reference
 
 _SCHEMA = (
     "(Tensor a, Tensor? a_scale_inv, Tensor b, Tensor? b_scale_inv, Tensor? bias, "
     'ScalarType dtype, str a_layout="tensor", str b_layout="tensor", '
-    "Tensor? a_global_scale_inv=None, Tensor? b_global_scale_inv=None) -> Tensor"
+    "Tensor? a_global_scale_inv=None, Tensor? b_global_scale_inv=None, bool accurate=True) "
+    "-> Tensor"
 )
 
 
@@ -27,7 +28,7 @@ def _fake(
     return a.new_empty((a.shape[0], b.shape[0]), dtype=dtype)
 
 
-scaled_mm = define(Kernel(reference.scaled_mm), _SCHEMA, _fake)
+scaled_mm = define(Kernel(reference.scaled_mm, native=native.scaled_mm), _SCHEMA, _fake)
 
 
 def _fake_values(

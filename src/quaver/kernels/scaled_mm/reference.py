@@ -16,6 +16,7 @@ def scaled_mm(  # noqa: PLR0913, PLR0917 - an operator's schema is flat
     b_layout: str = TENSOR,
     a_global_scale_inv: torch.Tensor | None = None,
     b_global_scale_inv: torch.Tensor | None = None,
+    accurate: bool = True,
 ) -> torch.Tensor:
     """out = A @ B^T + bias, where A and B are what the operands stand for.
 
@@ -27,6 +28,8 @@ def scaled_mm(  # noqa: PLR0913, PLR0917 - an operator's schema is flat
         b, b_scale_inv, b_layout, b_global_scale_inv: [N, K], likewise.
         bias: [N] or None.
         dtype: of the result [M, N].
+        accurate: False allows hardware to sum less exactly and faster; here sums are always exact
+            to float32.
     """
     left = operand_values(a, a_scale_inv, a_layout, a_global_scale_inv)
     right = operand_values(b, b_scale_inv, b_layout, b_global_scale_inv)

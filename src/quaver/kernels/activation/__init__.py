@@ -1,0 +1,1 @@
+"""The kernels `activation`, `activation_backward`, and both with a cast."""

@@ -1,0 +1,1 @@
+"""The kernels `norm`, `norm_backward` and `norm_cast`."""
