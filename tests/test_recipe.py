@@ -55,8 +55,8 @@ def test_formats_by_direction() -> None:
         ("amax_compute_algo", "mean", '"max", "most_recent" or a function'),
         ("amax_compute_algo", None, '"max", "most_recent" or a function'),
         ("scaling_factor_compute_algo", "max", "None or a function"),
-        ("fp8_dpa", True, "no attention module yet"),
-        ("fp8_mha", True, "no attention module yet"),
+        ("fp8_dpa", 1, "True or False"),
+        ("fp8_mha", True, "handed on in high precision"),
         ("first_scale", 1, '"amax" or "one"'),
     ],
 )
@@ -82,6 +82,7 @@ def test_a_wrong_field_is_named_with_its_value(field: str, value, expected: str)
         {"scaling_factor_compute_algo": lambda amax, scale, limit, recipe: scale},
         {"fp8_format": Format.E4M3},
         {"reduce_amax": False},
+        {"fp8_dpa": True},
         {"first_scale": "one"},
     ],
     ids=str,
@@ -92,6 +93,22 @@ def test_recipes_differ_by_each_field_and_equal_by_value(fields) -> None:
     assert recipe == DelayedScaling(**fields)
     assert hash(recipe) == hash(DelayedScaling(**fields))
     assert len({recipe, DelayedScaling(**fields), DelayedScaling()}) == 2
+
+
+@pytest.mark.parametrize(
+    ("recipe", "fields"),
+    [
+        (recipes.Float8CurrentScaling, {"backward_override": "high_precision"}),
+        (recipes.Float8BlockScaling, {}),
+        (recipes.MXFP8BlockScaling, {}),
+        (recipes.NVFP4BlockScaling, {}),
+        (recipes.CustomRecipe, {"qfactory": lambda role: None}),
+    ],
+)
+def test_fp8_attention_is_refused_where_it_would_be_ignored(recipe, fields) -> None:
+    with pytest.raises(qv.RecipeError, match=rf"{recipe.__name__}\.fp8_dpa must be False"):
+        recipe(fp8_dpa=True, **fields)
+    assert recipes.Float8CurrentScaling(fp8_dpa=True, backward_override="dequantized").fp8_dpa
 
 
 def test_functions_are_compared_by_identity() -> None:

@@ -100,7 +100,7 @@ def test_every_launch_has_its_operands_device_current(
     assert_guarded(log, [device])
     kernels = [launch.kernel for launch in log]
     assert kernels.count("scaled_mm") == 3
-    assert kernels.count("cast") == 3
+    assert [k for k in kernels if "cast" in k] == ["cast", "cast", "cast_grad"]
     assert kernels.count("scale_update") == 2
     assert x.grad is not None
     assert x.grad.device == y.device == device

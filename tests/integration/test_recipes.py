@@ -24,7 +24,7 @@ from tests.integration.test_multi_device import Branches, Interleaved
 
 PLACEMENTS = list(product((0, 1), (0, 1)))
 CASTS = {
-    "delayed": {"cast": 3, "scale_update": 2},
+    "delayed": {"cast": 2, "cast_grad": 1, "scale_update": 2},
     "current": {"current_cast": 3},
     "block": {"block_cast": 3},
     "mxfp8": {"mx_cast": 3},

@@ -126,7 +126,7 @@ def test_rules_give_layers_recipes_of_their_own(devices: Devices) -> None:
     with launches() as log:
         results = step(model, x)
     assert_guarded(log, [devices[1]])
-    kernels = [launch.kernel for launch in log]
+    kernels = [launch.kernel.removesuffix("_grad") for launch in log]
     for kernel in ("cast", "current_cast", "block_cast", "mx_cast", "nvfp4_cast"):
         assert kernels.count(kernel) >= 3, kernel
     for path, layer in enumerate(alone):

@@ -56,7 +56,8 @@ def test_forward_and_backward_on_a_device_that_is_not_current(devices) -> None:
         y = ours(x)
         y.square().sum().backward()
     assert {(entry.device, entry.current) for entry in log} == {(devices[1], devices[1])}
-    assert [entry.kernel for entry in log].count("cast") == 2, "input and gradient, no weight"
+    casts = [entry.kernel for entry in log if entry.kernel.startswith("cast")]
+    assert casts == ["cast", "cast_grad"], "input and gradient, no weight"
     exact = reference(x.cpu())
     exact.square().sum().backward()
     assert (y.cpu() - exact).norm() < 0.05 * exact.norm()

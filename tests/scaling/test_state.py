@@ -149,6 +149,7 @@ def test_a_recomputation_repeats_a_first_scale_of_one() -> None:
     """The first run cast with 1, so the second must, after the update in between."""
     mine, x = state(), normal(4, 8)
     mine.follow(DelayedScaling(amax_history_len=4, first_scale="one"))
+    mine.keep_scales()
     first = mine.quantize(x, 0, record=True)
     finalize([mine], one_device=True)
     again = mine.quantize(x, 0, record=False, again=mine.scales_at(0))
@@ -256,6 +257,7 @@ def test_quantize_uses_and_records_in_its_slot(devices) -> None:
 def test_scales_of_the_last_updates_are_kept_for_recomputations() -> None:
     mine, x, scales = state(DelayedScaling(first_scale="one")), normal(2, 4), []
     for step in range(1, KEPT + 4):
+        mine.keep_scales()
         scales.append(mine.quantize(x * step, 0, record=True).scale_inv.item())
         finalize([mine], one_device=True)
     assert mine.updates == KEPT + 3
@@ -267,9 +269,26 @@ def test_scales_of_the_last_updates_are_kept_for_recomputations() -> None:
         mine.scales_at(2)
 
 
+def test_scales_that_no_forward_may_repeat_are_not_kept() -> None:
+    mine, x = state(), normal(2, 4)
+    for _ in range(2):
+        mine.quantize(x, 0, record=True)
+        finalize([mine], one_device=True)
+    assert not mine.past
+    mine.keep_scales()
+    for _ in range(KEPT):
+        mine.quantize(x, 0, record=True)
+        finalize([mine], one_device=True)
+        assert mine.scales_at(2) is not None
+    mine.quantize(x, 0, record=True)
+    finalize([mine], one_device=True)
+    assert not mine.past
+
+
 def test_a_recomputation_that_knew_no_scale_takes_the_own_amax_again() -> None:
     mine, x = state(), normal(2, 4)
     mine.expect(0)
+    mine.keep_scales()
     first = mine.quantize(x, 0, record=True)
     finalize([mine], one_device=True)
     mine.scale.fill_(1.0)

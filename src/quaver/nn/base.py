@@ -7,16 +7,17 @@ import warnings
 from typing import Any, ClassVar, NamedTuple
 
 import torch
-from torch import nn
 from torch._dynamo.comptime import comptime
 
 from quaver.devices import get_module_device, pin, unpin
 from quaver.errors import RecipeError
+from quaver.nn.loading import ExtraStateAsBuffer, find_offloaded_state
 from quaver.nn.tracing import refresh_states
 from quaver.recipe import DelayedScaling, Recipe
 from quaver.scaling import Call, RecipeState, begin_call, current_region, end_call, note_forward
 from quaver.scaling.calls import HIGH_PRECISION, note_high_precision
 from quaver.scaling.extra_state import pack, pack_number, unpack, unpack_number
+from quaver.scaling.state import SLOT_NAMES
 from quaver.scaling.stateless import check_transforms
 from quaver.tensors import Quantized
 
@@ -49,7 +50,7 @@ _OWN_ATTRIBUTES = (
 )
 
 
-class QuantizedModule(nn.Module):
+class QuantizedModule(ExtraStateAsBuffer):
     """Mixin of modules that quantize; stands before the torch class that they extend.
 
     Attributes:
@@ -60,12 +61,13 @@ class QuantizedModule(nn.Module):
     """
 
     slots_per_gemm: ClassVar[dict[str, int]] = {"forward": 3, "backward": 2}
+    slot_names: ClassVar[dict[str, tuple[str, ...]]] = SLOT_NAMES
     num_gemms = 1
 
     recipe: Recipe | None
     recipe_states: dict[str, RecipeState]
     qualified_name: str
-    _weight_cache: Quantized | None
+    _weight_cache: dict[int, Quantized] | None
     _prepared: tuple[Recipe, torch.device] | None
     _resumed: int | None
 
@@ -109,6 +111,9 @@ class QuantizedModule(nn.Module):
             self._refuse_lost_replica()
             state = None if compiling else self.recipe_states.get("forward")
             call = begin_call(self.recipe, state)
+            if call.recipe is not None and not self._quantizes_with(call.recipe):
+                end_call(call)
+                call = HIGH_PRECISION
             if call.recipe is not None:
                 self._prepare_states(call.recipe, device)
                 self._note(call, x.requires_grad)
@@ -136,6 +141,10 @@ class QuantizedModule(nn.Module):
     def _check_operands(self, x: torch.Tensor) -> None:
         """Raise unless x and the parameters lie on one device; subclasses name their own."""
 
+    def _quantizes_with(self, recipe: Recipe) -> bool:
+        """Whether `recipe` asks this module to quantize anything."""
+        return True
+
     def _refuse_lost_replica(self) -> None:
         if self.recipe is None and current_region() is None and "_is_replica" in self.__dict__:
             raise RecipeError(
@@ -156,6 +165,7 @@ class QuantizedModule(nn.Module):
                 self._refresh_states(recipe, device)
 
     def _refresh_states(self, recipe: Recipe, device: torch.device) -> None:
+        find_offloaded_state(self)
         if "_is_replica" in self.__dict__:
             # A replica of nn.DataParallel shares the original's dictionary. On the original's
             # device it shares the states too, and they learn; elsewhere it works on copies.
@@ -169,6 +179,7 @@ class QuantizedModule(nn.Module):
                 state = self.recipe_states[mode] = RecipeState.create(
                     recipe, mode=mode, num_quantizers=per_gemm * self.num_gemms, device=device
                 )
+                state.slot_names = self.slot_names[mode]
                 state.belong(self.qualified_name or repr(self), type(self).__name__)
                 if self._resumed is not None:
                     state.resume(self._resumed)
@@ -209,14 +220,17 @@ class QuantizedModule(nn.Module):
         """The scaling states for `state_dict`: a CPU uint8 tensor of fixed size, not a pickle."""
         packed = pack(self.recipe_states, self._slots(), self._delayed_recipe())
         backward = self.recipe_states.get("backward")
-        pack_number(packed, None if backward is None else backward.last_number())
+        pack_number(packed, self._resumed if backward is None else backward.last_number())
         return packed
 
     def set_extra_state(self, state: Any) -> None:
         """Restore what `get_extra_state` gave, onto the device where this module lives.
 
+        TransformerEngine's is taken as well: a pickle in a uint8 tensor or an io.BytesIO, of which
+        nothing is executed.
+
         Raises:
-            CheckpointError: `state` is not such a tensor.
+            CheckpointError: `state` is neither.
         """
         restored = unpack(state, self._slots(), self._delayed_recipe())
         device = get_module_device(self)

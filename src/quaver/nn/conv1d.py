@@ -19,7 +19,7 @@ class QuantizedConv1D(QuantizedLinear):
 
     bias: torch.Tensor
 
-    def weight_matrix(self) -> torch.Tensor:
+    def weight_matrix(self, gemm: int = 0) -> torch.Tensor:
         """The weight as [out_features, in_features], a view."""
         return self.weight.t()
 

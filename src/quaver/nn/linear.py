@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 
 from quaver.devices import operands_device
-from quaver.functional import LinearPlan, dequantized, linear, quantize_weight
-from quaver.nn.base import QuantizedModule
-from quaver.nn.init import InitOptions, current_init, quantize_parameter
-from quaver.recipe import DEFAULT_RECIPE, Recipe, Role
-from quaver.scaling import Call, backward_passes
-from quaver.tensors import Quantized, QuantizedTensor
+from quaver.functional import dequantized, linear, plain_linear
+from quaver.nn.weights import QuantizedWeights
+from quaver.nn.wgrad import WgradOptions
+from quaver.recipe import Recipe
+from quaver.scaling import Call
+
+_TorchLinear = nn.Linear
+"""Others put a class of theirs in its place for a while, as Lightning does."""
 
 
-class QuantizedLinear(QuantizedModule):
+class QuantizedLinear(QuantizedWeights):
     """What the linear modules share, whatever the layout of their weight.
 
     A subclass has `weight` and `bias`, says with `weight_matrix` what multiplies, and with
@@ -25,10 +25,6 @@ class QuantizedLinear(QuantizedModule):
 
     weight: torch.Tensor
     bias: torch.Tensor | None
-
-    def weight_matrix(self) -> torch.Tensor:
-        """The weight as [out_features, in_features]."""
-        return self.weight
 
     def forward_high_precision(self, x: torch.Tensor) -> torch.Tensor:
         """The module's output without quantization."""
@@ -55,15 +51,16 @@ class QuantizedLinear(QuantizedModule):
                 return self.forward_quantized(x, self.bias, call, is_first_microbatch)
             if call.recipe is not None:
                 self._calibrate(x)
+            taker = self._taker(is_first_microbatch)
+            if taker is not None:
+                return plain_linear(x, dequantized(self.weight_matrix()), self.bias, taker)
             return self.forward_high_precision(x)
         finally:
             self.end_forward()
 
     def _calibrate(self, x: torch.Tensor) -> None:
-        state = self.recipe_states["forward"]
-        state.observe(x.detach(), 0)
-        if not isinstance(self.weight, QuantizedTensor):
-            state.observe(self.weight_matrix().detach(), 1)
+        self.recipe_states["forward"].observe(x.detach(), 0)
+        self._observe_weights()
 
     def forward_quantized(
         self,
@@ -73,31 +70,8 @@ class QuantizedLinear(QuantizedModule):
         is_first_microbatch: bool | None = None,
     ) -> torch.Tensor:
         """The quantized output, between `prepare_forward` and `end_forward`."""
-        weight = self.weight_matrix()
-        plan = LinearPlan(
-            self.recipe_states["forward"],
-            self.recipe_states["backward"],
-            bool(call.record),
-            call.again,
-            backward_passes(),
-            call.outer,
-            override=None if call.recipe is None else call.recipe.backward_override,
-        )
-        if is_first_microbatch is not None:
-            plan = plan._replace(weight=self._cached_weight(weight, plan, is_first_microbatch))
-        return linear(x, weight, bias, plan)
-
-    def _cached_weight(
-        self, weight: torch.Tensor, plan: LinearPlan, is_first_microbatch: bool
-    ) -> Quantized:
-        cache = self._weight_cache
-        kept = None if cache is None else cache.rowwise
-        if is_first_microbatch or kept is None or kept.data.device != weight.device:
-            with torch.inference_mode(False), torch.no_grad():
-                cache = self._weight_cache = quantize_weight(weight, plan, columnwise=True)
-        if cache is None:
-            raise ValueError("there is no kept weight")
-        return cache
+        plan = self.weight_plan(call, is_first_microbatch)
+        return linear(x, self.weight_matrix(), bias, plan)
 
     def _check_operands(self, x: torch.Tensor) -> None:
         operands_device(("x", "weight", "bias"), (x, self.weight, self.bias))
@@ -113,50 +87,6 @@ class QuantizedLinear(QuantizedModule):
         """The size of x's last dimension."""
         return int(self.weight_matrix().shape[1])
 
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        super()._load_from_state_dict(state_dict, prefix, *args)
-        brought = f"{prefix}weight" in state_dict
-        if brought and f"{prefix}_extra_state" not in state_dict:
-            self._forget_weight()
-
-    def _forget_weight(self) -> None:
-        """The weight was replaced: its scale and the kept copy are another's."""
-        self._weight_cache = None
-        if "forward" in self.recipe_states:
-            self.recipe_states["forward"].forget(1)
-
-    # ---- quantized weights
-
-    def _weight_role(self) -> Role:
-        return Role("weight", self.qualified_name, type(self).__name__)
-
-    def set_weight_scale(self) -> None:
-        """Set the weight's scale from its own amax, so that the first cast knows one.
-
-        Does nothing for a weight on the meta device, or one that is quantized already.
-        """
-        weight = self.weight
-        if weight.device.type == "meta":
-            return
-        self._refresh_states(self.recipe or DEFAULT_RECIPE, weight.device)
-        if not isinstance(weight, QuantizedTensor):
-            with torch.no_grad():
-                self.recipe_states["forward"].set_scale(1, weight.detach())
-
-    def quantize_weight(self) -> None:
-        """Replace the weight by a quantized parameter, made on the weight's own device."""
-        if not isinstance(self.weight, QuantizedTensor):
-            recipe = self.recipe or DEFAULT_RECIPE
-            self.weight = quantize_parameter(self.weight, recipe, False, self._weight_role())
-            self._weight_cache = None
-
-    def dequantize_weight(self) -> None:
-        """Replace a quantized weight by the high-precision values that it stands for."""
-        weight = self.weight
-        if isinstance(weight, QuantizedTensor):
-            self.weight = nn.Parameter(weight.dequantize(), requires_grad=weight.requires_grad)
-            self._weight_cache = None
-
 
 class Linear(QuantizedLinear, nn.Linear):  # type: ignore[misc]
     """torch.nn.Linear that computes in FP8 where a recipe is in force.
@@ -164,11 +94,10 @@ class Linear(QuantizedLinear, nn.Linear):  # type: ignore[misc]
     Args:
         in_features, out_features, bias, device, dtype: as for torch.nn.Linear.
         recipe: in force where no `autocast` names one; None: high precision outside of `autocast`.
+        wgrad: where the weight's gradient goes and when; None: to autograd, at once.
 
     Under `quantized_model_init` the weight is a quantized tensor.
     """
-
-    _init_options: InitOptions | None = None
 
     def __init__(
         self,
@@ -179,29 +108,21 @@ class Linear(QuantizedLinear, nn.Linear):  # type: ignore[misc]
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
+        wgrad: WgradOptions | None = None,
     ) -> None:
         nn.Module.__init__(self)
         self._init_quantized(recipe)
-        self._init_options = current_init()
-        nn.Linear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
+        self._init_wgrad(wgrad)
+        self._note_init()
+        _TorchLinear.__init__(self, in_features, out_features, bias, device=device, dtype=dtype)
         if recipe is not None and self.weight.device.type != "meta":
             self._refresh_states(recipe, self.weight.device)
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew, as torch.nn.Linear does; a quantized weight stays quantized."""
-        options = self._init_options
-        self._forget_weight()
-        if isinstance(self.weight, QuantizedTensor):
-            self.weight = nn.Parameter(
-                torch.empty(self.weight.shape, dtype=self.weight.dtype, device=self.weight.device),
-                requires_grad=self.weight.requires_grad,
-            )
+        self._unquantized_weights()
         super().reset_parameters()
-        if options is not None:
-            recipe = options.recipe or self.recipe or DEFAULT_RECIPE
-            self.weight = quantize_parameter(
-                self.weight, recipe, options.preserve, self._weight_role()
-            )
+        self._quantize_drawn_weights()
 
     def forward(  # type: ignore[override]
         self,
@@ -219,7 +140,3 @@ class Linear(QuantizedLinear, nn.Linear):  # type: ignore[misc]
     def forward_high_precision(self, x: torch.Tensor) -> torch.Tensor:
         """torch.nn.Linear's output; a quantized weight is dequantized for it."""
         return nn.functional.linear(x, dequantized(self.weight), self.bias)
-
-    def _drop_quantized(self) -> None:
-        super()._drop_quantized()
-        self.__dict__.pop("_init_options", None)

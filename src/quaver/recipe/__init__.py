@@ -5,6 +5,7 @@ Numerics follow TransformerEngine's recipes of the same name; docs/design.md say
 
 from quaver.recipe.base import BackwardOverride, Format, Recipe, Role
 from quaver.recipe.delayed import DEFAULT_RECIPE, DelayedScaling
+from quaver.recipe.names import RECIPE_NAMES, named_recipe
 from quaver.recipe.stateless import (
     CustomRecipe,
     Float8BlockScaling,
@@ -15,6 +16,7 @@ from quaver.recipe.stateless import (
 
 __all__ = [
     "DEFAULT_RECIPE",
+    "RECIPE_NAMES",
     "BackwardOverride",
     "CustomRecipe",
     "DelayedScaling",
@@ -25,4 +27,5 @@ __all__ = [
     "NVFP4BlockScaling",
     "Recipe",
     "Role",
+    "named_recipe",
 ]

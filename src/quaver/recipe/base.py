@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -19,12 +19,29 @@ Check = tuple[str, bool, str]
 """A field, whether it holds what it must, and what it must hold."""
 
 
+class Dtypes(NamedTuple):
+    """The torch dtypes of the forward operands and of the gradients, and their largest values."""
+
+    forward: torch.dtype
+    backward: torch.dtype
+
+    @property
+    def max_fwd(self) -> float:
+        """The largest value of the forward dtype."""
+        return formats.MAX[self.forward]
+
+    @property
+    def max_bwd(self) -> float:
+        """The largest value of the gradients' dtype."""
+        return formats.MAX[self.backward]
+
+
 class Format(enum.Enum):
     """FP8 formats of a recipe: of the forward operands, and of the gradients."""
 
-    E4M3 = (formats.E4M3, formats.E4M3)
-    E5M2 = (formats.E5M2, formats.E5M2)
-    HYBRID = (formats.E4M3, formats.E5M2)
+    E4M3 = Dtypes(formats.E4M3, formats.E4M3)
+    E5M2 = Dtypes(formats.E5M2, formats.E5M2)
+    HYBRID = Dtypes(formats.E4M3, formats.E5M2)
 
     def dtype(self, mode: str) -> torch.dtype:
         """The torch dtype in `mode`, "forward" or "backward"."""
@@ -50,6 +67,7 @@ class Recipe:
     """Base of all recipes."""
 
     backward_override: BackwardOverride = None
+    fp8_dpa: bool = False
 
     def delayed(self) -> bool:
         """Whether scales come from earlier steps."""
@@ -79,10 +97,24 @@ def format_check(fp8_format: Format) -> Check:
     )
 
 
-def attention_checks(fp8_dpa: bool, fp8_mha: bool) -> tuple[Check, Check]:
-    """FP8 attention is refused rather than ignored."""
-    reason = "False: there is no attention module yet"
-    return ("fp8_dpa", not fp8_dpa, reason), ("fp8_mha", not fp8_mha, reason)
+def attention_checks(
+    fp8_dpa: bool, fp8_mha: bool, *, one_scale: bool, override: BackwardOverride = None
+) -> tuple[Check, Check]:
+    """FP8 attention is refused where it would be ignored.
+
+    Args:
+        one_scale: whether each tensor has one scale, and so serves products in both directions.
+        override: of the backward.
+    """
+    expected = "True or False"
+    if not one_scale:
+        expected = "False: FP8 attention needs a scale a tensor, of DelayedScaling or "
+        expected += "Float8CurrentScaling"
+    elif override == "high_precision":
+        expected = 'False with backward_override="high_precision"'
+    holds = isinstance(fp8_dpa, bool) and (not fp8_dpa or expected == "True or False")
+    reason = "False: the attention's output is handed on in high precision"
+    return ("fp8_dpa", holds, expected), ("fp8_mha", fp8_mha is False, reason)
 
 
 def override_check(backward_override: BackwardOverride) -> Check:

@@ -42,7 +42,8 @@ class DelayedScaling(Recipe):
         scaling_factor_compute_algo: a function (amax [n], scale [n], fp8_max, recipe) -> scale [n]
             in place of the formula above.
         reduce_amax: MAX-reduce the amaxes over the amax reduction group when there is one.
-        fp8_dpa, fp8_mha: FP8 attention; refused until attention exists.
+        fp8_dpa: quantize inside of DotProductAttention too: its operands, weights and output.
+        fp8_mha: refused: the attention's output is handed on in high precision.
         first_scale: what a tensor whose scale was never updated is cast with: "amax" takes its own
             amax for that call, "one" takes 1 (TransformerEngine's way).
         interval, override_linear_precision: of older callers; accepted with a warning, ignored.
@@ -90,7 +91,7 @@ class DelayedScaling(Recipe):
                 or callable(self.scaling_factor_compute_algo),
                 "None or a function",
             ),
-            *attention_checks(self.fp8_dpa, self.fp8_mha),
+            *attention_checks(self.fp8_dpa, self.fp8_mha, one_scale=True),
             ("first_scale", self.first_scale in ("amax", "one"), '"amax" or "one"'),
         )
         check_fields(self, checks)

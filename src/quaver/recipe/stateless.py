@@ -27,7 +27,8 @@ class Float8CurrentScaling(Recipe):
         use_power_2_scales: round scales down to powers of two.
         amax_epsilon: an amax counts as at least this much.
         reduce_amax: MAX-reduce each amax over the amax reduction group before the cast.
-        fp8_dpa, fp8_mha: FP8 attention; refused until attention exists.
+        fp8_dpa: quantize inside of DotProductAttention too: its operands, weights and output.
+        fp8_mha: refused: the attention's output is handed on in high precision.
         backward_override: compute the backward pass with the operands before quantization
             ("high_precision") or with the forward's quantized ones, dequantized ("dequantized"),
             and the gradient in high precision; None: quantized.
@@ -48,7 +49,9 @@ class Float8CurrentScaling(Recipe):
         checks = (
             format_check(self.fp8_format),
             ("amax_epsilon", is_amount(self.amax_epsilon), "a number of at least 0"),
-            *attention_checks(self.fp8_dpa, self.fp8_mha),
+            *attention_checks(
+                self.fp8_dpa, self.fp8_mha, one_scale=True, override=self.backward_override
+            ),
             override_check(self.backward_override),
         )
         check_fields(self, checks)
@@ -68,7 +71,7 @@ class Float8BlockScaling(Recipe):
         amax_epsilon: an amax counts as at least this much.
         x_block_scaling_dim, w_block_scaling_dim, grad_block_scaling_dim: 1 for 1×128, 2 for
             128×128; of two operands of a product at most one may have 2.
-        fp8_dpa, fp8_mha: FP8 attention; refused until attention exists.
+        fp8_dpa, fp8_mha: refused: FP8 attention needs a scale a tensor.
         backward_override: as in `Float8CurrentScaling`.
 
     Raises:
@@ -95,7 +98,7 @@ class Float8BlockScaling(Recipe):
             ("w_block_scaling_dim", w in (1, 2), "1 or 2"),
             ("x_block_scaling_dim", x in (1, 2) and x + w < 4, clash),
             ("grad_block_scaling_dim", grad in (1, 2) and grad + w < 4 and grad + x < 4, clash),
-            *attention_checks(self.fp8_dpa, self.fp8_mha),
+            *attention_checks(self.fp8_dpa, self.fp8_mha, one_scale=False),
             override_check(self.backward_override),
         )
         check_fields(self, checks)
@@ -109,7 +112,7 @@ class MXFP8BlockScaling(Recipe):
 
     Args:
         fp8_format: E4M3, or HYBRID.
-        fp8_dpa, fp8_mha: FP8 attention; refused until attention exists.
+        fp8_dpa, fp8_mha: refused: FP8 attention needs a scale a tensor.
         backward_override: as in `Float8CurrentScaling`.
 
     Raises:
@@ -124,7 +127,7 @@ class MXFP8BlockScaling(Recipe):
     def __post_init__(self) -> None:
         checks = (
             format_check(self.fp8_format),
-            *attention_checks(self.fp8_dpa, self.fp8_mha),
+            *attention_checks(self.fp8_dpa, self.fp8_mha, one_scale=False),
             override_check(self.backward_override),
         )
         check_fields(self, checks)
@@ -143,7 +146,7 @@ class NVFP4BlockScaling(Recipe):
         seed: of the stochastic rounding; with it, the module's name and the number of the forward,
             the random bits are the same on every device. The name is known of modules that
             `convert` was given; others of one form, such as Linears of one size, draw alike.
-        fp8_dpa, fp8_mha: FP8 attention; refused until attention exists.
+        fp8_dpa, fp8_mha: refused: FP8 attention needs a scale a tensor.
         backward_override: as in `Float8CurrentScaling`.
 
     Raises:
@@ -161,7 +164,7 @@ class NVFP4BlockScaling(Recipe):
     def __post_init__(self) -> None:
         checks = (
             ("seed", is_int(self.seed) and 0 <= self.seed < 2**32, "an integer from 0 to 2^32 - 1"),
-            *attention_checks(self.fp8_dpa, self.fp8_mha),
+            *attention_checks(self.fp8_dpa, self.fp8_mha, one_scale=False),
             override_check(self.backward_override),
         )
         check_fields(self, checks)
@@ -174,7 +177,7 @@ class CustomRecipe(Recipe):
     Args:
         qfactory: from a `Role` (which tensor, of which module) to a quantizer such as
             `MXFP8Quantizer`, or None for high precision. Called once for each tensor of a module.
-        fp8_dpa, fp8_mha: FP8 attention; refused until attention exists.
+        fp8_dpa, fp8_mha: refused: FP8 attention needs a scale a tensor.
         backward_override: as in `Float8CurrentScaling`.
 
     Raises:
@@ -189,7 +192,7 @@ class CustomRecipe(Recipe):
     def __post_init__(self) -> None:
         checks = (
             ("qfactory", callable(self.qfactory), "a function from a Role to a quantizer"),
-            *attention_checks(self.fp8_dpa, self.fp8_mha),
+            *attention_checks(self.fp8_dpa, self.fp8_mha, one_scale=False),
             override_check(self.backward_override),
         )
         check_fields(self, checks)

@@ -8,6 +8,7 @@ from typing import Any
 
 from quaver.errors import RecipeError
 from quaver.recipe import DEFAULT_RECIPE, Recipe
+from quaver.scaling.finalize import processes
 from quaver.scaling.regions import Region, enter, entered_by, leave
 from quaver.scaling.registry import Key
 
@@ -55,7 +56,7 @@ class autocast(ContextDecorator):  # noqa: N801 - the name that users of PyTorch
         region = Region(recipe, enabled, calibrating, group, owner=self)
         enter(region)
         expected = recipe or DEFAULT_RECIPE
-        if enabled and expected.delayed():
+        if enabled and expected.delayed() and processes():
             # Takes part in the reduction even if this rank uses no module inside; the region of a
             # single call names no recipe, and there the states that it uses say their keys.
             region.collector().keys[Key(expected, group, "forward")] = None

@@ -13,7 +13,7 @@ from quaver.scaling.delayed import DelayedScalingState
 from quaver.scaling.regions import Region, backward_passes, current_region, enter, leave
 from quaver.scaling.state import RecipeState, Scales
 from quaver.scaling.used import CALIBRATED, RECORDED, SEEN, Used
-from quaver.scaling.uses import Use
+from quaver.scaling.uses import Use, may_be_repeated
 
 
 class Call(NamedTuple):
@@ -126,17 +126,18 @@ def note_forward(
         used.add(backward, SEEN)
         if compiling:  # a compiled backward cannot say so itself
             backward_passes().compiled.add(backward, RECORDED)
-    if not compiling:
+    if not compiling and may_be_repeated(grad := torch.is_grad_enabled()):
         recipe = call.recipe if call.quantized else None
-        grad, recorded = torch.is_grad_enabled(), call.record != SEEN
-        forward.uses.note(Use(recipe, call.group, forward.updates, recorded, grad))
+        forward.keep_scales()
+        forward.uses.note(Use(recipe, call.group, forward.updates, call.record != SEEN, grad))
 
 
 def note_high_precision(forward: RecipeState) -> None:
     """Note a forward without quantization of a module that has states."""
     if torch._C._current_graph_task_id() == -1:  # else it is a recomputation of one
         grad = torch.is_grad_enabled()
-        forward.uses.note(Use(None, None, forward.updates, recorded=False, grad=grad))
+        if may_be_repeated(grad):
+            forward.uses.note(Use(None, None, forward.updates, recorded=False, grad=grad))
 
 
 def _recomputation(state: RecipeState | None) -> Call | None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+from quaver.devices import has_fp8_gemm
 from quaver.errors import QuaverError
 from quaver.formats import MAX
-from quaver.kernels import amax, cast
+from quaver.kernels import amax, cast, cast_grad
 from quaver.kernels.cast.reference import scale_from_amax
 from quaver.kernels.scaled_mm.layouts import TENSOR
 from quaver.recipe import DelayedScaling, Recipe
@@ -28,7 +30,9 @@ class DelayedScalingState(RecipeState):
         amax_history: float32 [amax_history_len, n]; row 0 accumulates, the last row is the newest.
         ready: float32 [n]; 1 where `scale` was set, 0 where nothing is known yet.
         unset: a bool a slot: True while the host does not know that `ready` is 1.
-        past: the scales before each of the last updates.
+        dtype: the FP8 dtype of this direction.
+        limit: fp8_max * 2^-margin: what an amax is scaled to.
+        past: the scales before each of the last updates, if a forward may ask for them again.
     """
 
     recipe: DelayedScaling
@@ -37,7 +41,9 @@ class DelayedScalingState(RecipeState):
         self, recipe: DelayedScaling, mode: str, num_quantizers: int, device: torch.device
     ) -> None:
         super().__init__(recipe, mode, num_quantizers)
+        self._adopt(recipe)
         self.past: deque[Scales] = deque(maxlen=KEPT)
+        self._keeps_until = 0
         known = recipe.first_scale == "one"
         self.unset = [not known] * num_quantizers
         # A state made in inference mode must still be updated in place outside of it.
@@ -53,19 +59,41 @@ class DelayedScalingState(RecipeState):
         return self.scale.device
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The FP8 dtype of this direction."""
-        return self.recipe.fp8_format.dtype(self.mode)
+    def stores_transposed(self) -> bool:
+        """Whether a column-wise operand is the transposed payload in memory, and not a view."""
+        return has_fp8_gemm(self.scale.device)
 
-    @property
-    def limit(self) -> float:
-        """fp8_max * 2^-margin: what an amax is scaled to."""
-        return MAX[self.dtype] * 2.0**-self.recipe.margin
+    def _adopt(self, recipe: DelayedScaling) -> None:
+        """Follow `recipe`, and work out once what every cast asks of it."""
+        self.recipe = recipe
+        self.dtype = recipe.fp8_format.dtype(self.mode)
+        self.limit = MAX[self.dtype] * 2.0**-recipe.margin
 
     def expect(self, slot: int) -> None:
         """Say that `slot` is about to be cast: its scale is asked for at the next finalization."""
         if self.unset[slot]:
             self.cast_unset[slot] = True
+
+    def keep_scales(self) -> None:
+        """Keep the scales of the next updates for a forward that begins now."""
+        self._keeps_until = self.updates + KEPT
+
+    @property
+    def keeps_scales(self) -> bool:
+        """Whether the scales before the next update are to be kept."""
+        return self.updates < self._keeps_until
+
+    def updated(self, before: Scales | None) -> None:
+        """Note an update.
+
+        Args:
+            before: the scales before it; None: nobody will ask.
+        """
+        self.updates += 1
+        if before is None:
+            self.past.clear()
+        else:
+            self.past.append(before)
 
     def scales_at(self, updates: int) -> Scales | None:
         """The scales as they were after `updates` updates; None: as they are now.
@@ -83,29 +111,50 @@ class DelayedScalingState(RecipeState):
             )
         return self.past[-age]
 
-    def quantize(
-        self, x: torch.Tensor, slot: int, *, record: bool, again: Scales | None = None
-    ) -> Payload:
-        """Cast x with the scale of `slot`.
+    def cast_arguments(
+        self, slot: int, record: bool, again: Scales | None, columnwise: bool
+    ) -> tuple[Any, ...]:
+        """What the casts take after x: from `scale` to `margin`.
 
         Args:
-            x: [..., K], high precision, on the state's device.
             record: raise the slot's amax to max|x|.
             again: in a recomputation, the scales of the first run.
+            columnwise: the transposed payload, too.
         """
         scale, ready = self.scale, self.ready if self.unset[slot] else None
         if again is not None:
             scale, ready = again
         history = self.amax_history if record else None
-        margin = self.recipe.margin
-        data, _, scale_inv = cast(x, scale, history, ready, slot, self.dtype, False, margin)
+        return scale, history, ready, slot, self.dtype, columnwise, self.recipe.margin
+
+    def quantize(
+        self, x: torch.Tensor, slot: int, *, record: bool, again: Scales | None = None
+    ) -> Payload:
+        """Cast x [..., K] on the state's device with the scale of `slot`; see `cast_arguments`."""
+        data, _, scale_inv = cast(x, *self.cast_arguments(slot, record, again, False))
         return Payload(data, scale_inv)
 
     def operands(self, x: torch.Tensor, slot: int, request: Request) -> Quantized:
-        """Cast x [M, K] with the scale of `slot`; one payload serves both operands."""
-        data, scale = self.quantize(x, slot, record=request.record, again=request.again)
-        columnwise = Operand(data.t(), scale, TENSOR) if request.columnwise else None
-        return Quantized(Operand(data, scale, TENSOR) if request.rowwise else None, columnwise)
+        """Cast x [M, K] with the scale of `slot`; one payload serves both operands.
+
+        Where hardware multiplies FP8 it wants the transposed payload in memory, and it is made in
+        the same pass; elsewhere a view will do.
+        """
+        rowwise, columnwise, record, again, _ = request
+        stored = columnwise and has_fp8_gemm(x.device)
+        results = cast(x, *self.cast_arguments(slot, record, again, stored))
+        return as_operands(results, rowwise, columnwise)
+
+    def grad_operands(
+        self, grad: torch.Tensor, slot: int, request: Request, summed: bool
+    ) -> tuple[Quantized, torch.Tensor | None]:
+        """As `operands`; the sum of the rows, where it is wanted, is made in the same pass."""
+        if not summed:
+            return self.operands(grad, slot, request), None
+        rowwise, columnwise, record, again, _ = request
+        stored = columnwise and has_fp8_gemm(grad.device)
+        *results, total = cast_grad(grad, *self.cast_arguments(slot, record, again, stored))
+        return as_operands(results, rowwise, columnwise), total
 
     def observe(self, x: torch.Tensor, slot: int) -> None:
         """Record max|x| without a cast, for calibration."""
@@ -143,7 +192,8 @@ class DelayedScalingState(RecipeState):
         if recipe.first_scale == "one" and any(self.unset):
             self.unset = [False] * self.num_quantizers
             self.ready.fill_(1.0)
-        before, self.recipe = self.limit, recipe
+        before = self.limit
+        self._adopt(recipe)
         if self.limit != before:  # another format or margin: the amaxes stay what they were
             with torch.no_grad():
                 factor = torch.where(self.scale != 1.0, self.limit / before, 1.0)
@@ -177,6 +227,18 @@ class DelayedScalingState(RecipeState):
         state = super().__getstate__()
         state.update(unset=list(self.unset), past=deque(maxlen=KEPT))
         return state
+
+
+def as_operands(results: Sequence[torch.Tensor], rowwise: bool, columnwise: bool) -> Quantized:
+    """The operands asked for, from the payload, the transposed payload and scale_inv of a cast.
+
+    Where the transposed payload was not made, it is a view of the other.
+    """
+    data, transposed, scale = results
+    column = None
+    if columnwise:
+        column = Operand(transposed if transposed.dim() > 1 else data.t(), scale, TENSOR)
+    return Quantized(Operand(data, scale, TENSOR) if rowwise else None, column)
 
 
 _TENSORS = ("scale", "ready", "amax_history")

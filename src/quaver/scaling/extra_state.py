@@ -9,7 +9,7 @@ zero).
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -17,6 +17,7 @@ from quaver.errors import CheckpointError
 from quaver.recipe import DelayedScaling
 from quaver.scaling.delayed import DelayedScalingState, resized_history
 from quaver.scaling.state import RecipeState
+from quaver.scaling.te_state import te_bytes, te_states
 
 MODES = ("forward", "backward")
 _MAGIC = 0x51564552  # "QVER"
@@ -59,16 +60,20 @@ def pack(
 
 
 def unpack(
-    packed: torch.Tensor, sizes: dict[str, int], recipe: DelayedScaling | None
+    packed: Any, sizes: dict[str, int], recipe: DelayedScaling | None
 ) -> dict[str, DelayedScalingState]:
     """The states that `pack` wrote, on the CPU; empty if there were none.
 
     Args:
+        packed: what `pack` gave, or an extra state of TransformerEngine's.
         recipe: what the states shall follow; None: the default until they are used.
 
     Raises:
         CheckpointError: not such a tensor, or values that no scaling state can have.
     """
+    foreign = te_bytes(packed)
+    if foreign is not None:
+        return te_states(foreign, sizes, recipe)
     if not isinstance(packed, torch.Tensor) or packed.dtype != torch.uint8 or packed.dim() != 1:
         given = f"{packed.dtype} {tuple(packed.shape)}" if torch.is_tensor(packed) else type(packed)
         raise CheckpointError(f"extra state must be a flat uint8 tensor of Quaver's, not {given}")
@@ -129,8 +134,10 @@ def pack_number(packed: torch.Tensor, number: int | None) -> None:
         packed[: _HEADER * 4].view(torch.int32)[_NUMBER:] = torch.tensor([*words, 1])
 
 
-def unpack_number(packed: torch.Tensor) -> int | None:
+def unpack_number(packed: Any) -> int | None:
     """The number that `pack_number` wrote; None if there was none."""
+    if te_bytes(packed) is not None:
+        return None
     words = packed[: _HEADER * 4].detach().cpu().clone().view(torch.int32)
     if words.numel() < _HEADER or words[-1] != 1:
         return None

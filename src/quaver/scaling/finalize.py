@@ -12,6 +12,7 @@ from quaver.devices import group_by_device, on_device
 from quaver.formats import MAX
 from quaver.kernels import custom_scale_update, scale_update
 from quaver.kernels.scale_update.reference import history_amax, next_scale
+from quaver.recipe import Recipe
 from quaver.scaling.delayed import DelayedScalingState
 from quaver.scaling.registry import Key, key_of, register
 from quaver.scaling.registry import slots as registered_slots
@@ -19,7 +20,6 @@ from quaver.scaling.state import Scales
 from quaver.scaling.used import Used
 
 
-@torch.no_grad()
 def finalize(states: list[DelayedScalingState], one_device: bool, keys: Iterable[Key] = ()) -> None:
     """Update the scales of `states`.
 
@@ -31,6 +31,10 @@ def finalize(states: list[DelayedScalingState], one_device: bool, keys: Iterable
         keys: further keys that take part in reductions, though none of their states is given:
             other ranks may have used some.
     """
+    if not processes():
+        for alike in _alike(states):
+            _update_locally(alike, one_device)
+        return
     by_key: dict[Key, list[DelayedScalingState]] = {}
     for state in states:
         by_key.setdefault(key_of(state), []).append(state)
@@ -42,10 +46,32 @@ def finalize(states: list[DelayedScalingState], one_device: bool, keys: Iterable
             _update_reduced(key, by_key.get(key, []))
 
 
+_distributed = dist.is_available()
+
+
+def processes() -> bool:
+    """Whether there are other processes to reduce over."""
+    return _distributed and dist.is_initialized()
+
+
+def _alike(states: list[DelayedScalingState]) -> Iterable[list[DelayedScalingState]]:
+    """The states by recipe and direction; as a rule all have the same."""
+    if len(states) < 2:
+        return (states,) if states else ()
+    groups: dict[tuple[Recipe, str], list[DelayedScalingState]] = {}
+    recipe = mode = found = None
+    for state in states:
+        if found is None or state.recipe is not recipe or state.mode != mode:
+            recipe, mode = state.recipe, state.mode
+            found = groups.setdefault((recipe, mode), [])
+        found.append(state)
+    return groups.values()
+
+
 def reduces(key: Key) -> bool:
     """Whether the amaxes of `key` are reduced over several processes."""
     recipe: Any = key.recipe
-    if not (recipe.reduce_amax and dist.is_available() and dist.is_initialized()):
+    if not (recipe.reduce_amax and processes()):
         return False
     return dist.get_world_size(key.group) > 1
 
@@ -61,7 +87,8 @@ def _update_locally(states: list[DelayedScalingState], one_device: bool) -> None
 def _update(states: list[DelayedScalingState], amaxes: torch.Tensor | None) -> None:
     """Update states of one key on one device; `amaxes` as in the kernel `scale_update`."""
     recipe = states[0].recipe
-    before = [] if torch.compiler.is_compiling() else _copies(states)
+    compiling = torch.compiler.is_compiling()
+    before = {} if compiling else _copies([s for s in states if s.keeps_scales])
     if callable(recipe.amax_compute_algo) or recipe.scaling_factor_compute_algo is not None:
         _update_with_functions(states, amaxes)
     else:
@@ -73,20 +100,23 @@ def _update(states: list[DelayedScalingState], amaxes: torch.Tensor | None) -> N
             states[0].limit,
             recipe.amax_compute_algo,
         )
-    if before:
-        for state, scales in zip(states, before, strict=True):
-            state.past.append(scales)
-            state.updates += 1
+    if not compiling:
+        for state in states:
+            state.updated(before.get(state))
         _learn_readiness(states)
 
 
-def _copies(states: list[DelayedScalingState]) -> list[Scales]:
+def _copies(states: list[DelayedScalingState]) -> dict[DelayedScalingState, Scales]:
     """The scales as they are, for forwards that a later backward pass recomputes."""
+    if not states:
+        return {}
     tensors = [s.scale for s in states] + [s.ready for s in states]
     copies = torch._foreach_add(tensors, 0.0)  # one launch for all of them
-    return [Scales(*pair) for pair in zip(copies, copies[len(states) :], strict=False)]
+    pairs = zip(copies, copies[len(states) :], strict=False)
+    return {state: Scales(*pair) for state, pair in zip(states, pairs, strict=True)}
 
 
+@torch.no_grad()
 def _update_with_functions(states: list[DelayedScalingState], amaxes: torch.Tensor | None) -> None:
     recipe, limit = states[0].recipe, states[0].limit
     algorithm, scaling = recipe.amax_compute_algo, recipe.scaling_factor_compute_algo
@@ -199,7 +229,7 @@ def register_reduced(states: Iterable[DelayedScalingState]) -> None:
     The order must be that of the forwards, which is the same on every rank; nodes of a backward
     pass run in any order when there are several devices.
     """
-    if dist.is_available() and dist.is_initialized():
+    if processes():
         for state in states:
             if reduces(key_of(state)):
                 register(state)

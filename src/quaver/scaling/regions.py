@@ -18,7 +18,7 @@ import torch
 from quaver.errors import QuaverError
 from quaver.recipe import Recipe
 from quaver.scaling.backward import BackwardPasses
-from quaver.scaling.finalize import discard, finalize, register_reduced
+from quaver.scaling.finalize import discard, finalize, processes, register_reduced
 from quaver.scaling.registry import Key
 from quaver.scaling.used import CALIBRATED, RECORDED, Used
 
@@ -163,7 +163,7 @@ def _finish(region: Region) -> None:
         discard([s for s in region.used.at_least(RECORDED) if s not in finalized])
         if not region.trains:  # else it is the first run of a reentrant checkpoint
             _warn_uncalibrated(region.used)
-    if not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and processes():
         # What only inference used must not: it may run on one rank alone.
         register_reduced(region.used.states if grad or region.trains else states)
     keys = region.keys if grad else ()

@@ -21,6 +21,8 @@ Maker = Callable[[Any, str, int, torch.device], "RecipeState"]
 
 FORWARD_SLOTS = ("input", "weight", "output")
 BACKWARD_SLOTS = ("grad_output", "grad_input")
+SLOT_NAMES: dict[str, tuple[str, ...]] = {"forward": FORWARD_SLOTS, "backward": BACKWARD_SLOTS}
+"""What the slots of a linear stand for, by direction; the same for each of several GEMMs."""
 
 
 class Scales(NamedTuple):
@@ -55,6 +57,7 @@ class RecipeState:
         mode: "forward" (slots: input, weight, output a GEMM) or "backward" (grad_output,
             grad_input).
         num_quantizers: how many slots there are.
+        slot_names: which tensor each slot is for, in turn.
         group: the process group of the reduction, set by each use.
         name: of the module, for warnings.
         uses: the last forwards, for their recomputation.
@@ -66,6 +69,7 @@ class RecipeState:
         self.recipe = recipe
         self.mode = mode
         self.num_quantizers = num_quantizers
+        self.slot_names: tuple[str, ...] = SLOT_NAMES[mode]
         self.group: Any = None
         self.name = ""
         self.module_type = ""
@@ -116,16 +120,30 @@ class RecipeState:
 
     def role(self, slot: int) -> Role:
         """Which tensor of which module `slot` is for."""
-        names = FORWARD_SLOTS if self.mode == "forward" else BACKWARD_SLOTS
+        names = self.slot_names
         return Role(names[slot % len(names)], self.name, self.module_type)
 
     def operands(self, x: torch.Tensor, slot: int, request: Request) -> Quantized:
         """Quantize x [M, K], on the state's device, as the tensor of `slot`."""
         raise NotImplementedError
 
+    def grad_operands(
+        self, grad: torch.Tensor, slot: int, request: Request, summed: bool
+    ) -> tuple[Quantized, torch.Tensor | None]:
+        """Quantize dy [M, N] as `operands` does, and sum its rows.
+
+        Args:
+            summed: whether the sum is wanted: the bias's gradient, float32 [N].
+        """
+        total = grad.sum(0, dtype=torch.float32) if summed else None
+        return self.operands(grad, slot, request), total
+
     def scales_at(self, updates: int) -> Scales | None:
         """The scales as they were after `updates` updates; None: as they are now."""
         return None
+
+    def keep_scales(self) -> None:
+        """Say that a forward begins which may be repeated, with the scales as they are now."""
 
     def expect(self, slot: int) -> None:
         """Say that `slot` is about to be cast."""

@@ -21,8 +21,8 @@ from quaver.recipe import (
 from quaver.scaling.state import RecipeState, Request, makes_state
 from quaver.tensors import Operand, Quantized
 
-QUANTIZED_ROLES = ("input", "weight", "grad_output")
-"""The tensors that a linear quantizes; its outputs stay in high precision."""
+PLAIN_ROLES = ("output", "grad_input")
+"""What a linear leaves in high precision: its outputs."""
 
 
 @makes_state(
@@ -50,7 +50,7 @@ class StatelessState(RecipeState):
         self._quantizers = {}
         for slot in range(self.num_quantizers):
             role = self.role(slot)
-            if role.tensor in QUANTIZED_ROLES:
+            if role.tensor not in PLAIN_ROLES:
                 self._quantizers[slot] = quantizer_of(self.recipe, role)
         if any(q is not None and q.draws_bits for q in self._quantizers.values()):
             # The forwards of one module are numbered; those of two draw different bits.

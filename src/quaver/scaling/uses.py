@@ -62,7 +62,7 @@ class Uses:
         self._threads: dict[int, deque[Use]] = {}
 
     def note(self, use: Use) -> None:
-        """Note a forward that begins now."""
+        """Note a forward that begins now and may be repeated (see `may_be_repeated`)."""
         thread = threading.get_ident()
         uses = self._threads.get(thread)
         if uses is None:
@@ -105,6 +105,15 @@ class Uses:
                 "checkpointing on one thread only"
             )
         return found[0]
+
+
+def may_be_repeated(grad: bool) -> bool:
+    """Whether a forward that begins now may run again inside a backward pass.
+
+    Then its first run is without grad mode, or somebody watches what autograd saves: else the graph
+    would be there already.
+    """
+    return not grad or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def _newest(uses: deque[Use], number: int, grad: bool) -> Use | None:

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from quaver.tensors.dispatch import dispatch
 from quaver.tensors.frame import Frame
@@ -36,7 +37,8 @@ class QuantizedTensor(WrapperTensor):
         quantizer: what made it, and re-quantizes it after an in-place change; or None.
         is_payload_view: whether it is a view, which cannot be written to.
 
-    `Class(other, requires_grad=...)` wraps the parts of another tensor of the class.
+    `Class(other, requires_grad=...)` is a parameter of the parts of another tensor of the class, as
+    those expect who rebuild a parameter by `type(parameter)(value, **parameter.__dict__)`.
     """
 
     layouts: ClassVar[tuple[str, ...]] = ()
@@ -57,15 +59,21 @@ class QuantizedTensor(WrapperTensor):
         dtype: torch.dtype = torch.float32,
         quantizer: Any = None,
         requires_grad: bool = False,
+        **attributes: Any,
     ) -> Any:
         """Wrap operands [M, K] and [K, M] as a tensor of `shape` [..., K] and nominal `dtype`.
+
+        Args:
+            attributes: of a parameter that is rebuilt from another tensor; that one's own count.
 
         Raises:
             ValueError: no operand, or one of another format.
         """
         if isinstance(quantized, cls):
-            return quantized.like(quantized.parts(), requires_grad=requires_grad)
+            return nn.Parameter(quantized.like(quantized.parts()), requires_grad=requires_grad)
         given = cls.check_quantized(quantized)
+        if attributes:
+            raise TypeError(f"a {cls.__name__} takes no arguments {', '.join(attributes)}")
         if shape is None:
             raise ValueError(f"a {cls.__name__} needs the shape of the values it stands for")
         layout = next(o.layout for o in given if o is not None)

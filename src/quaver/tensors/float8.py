@@ -50,15 +50,19 @@ class Float8Tensor(QuantizedTensor):
         rowwise_data: torch.Tensor | Float8Tensor | Quantized | None,
         rowwise_scale_inv: torch.Tensor | None = None,
         columnwise_data: torch.Tensor | None = None,
+        /,
         *,
         dtype: torch.dtype | None = None,
         shape: torch.Size | None = None,
         quantizer: Any = None,
         requires_grad: bool = False,
+        **attributes: Any,
     ) -> Any:
         """Wrap a payload, or operands; or, as `type(param)(tensor, ...)`, another Float8Tensor."""
         if isinstance(rowwise_data, Float8Tensor):
-            return rowwise_data.like(rowwise_data.parts(), requires_grad=requires_grad)
+            return super().__new__(cls, rowwise_data, requires_grad=requires_grad)
+        if attributes:
+            raise TypeError(f"a Float8Tensor takes no arguments named {', '.join(attributes)}")
         if isinstance(rowwise_data, Quantized):
             cls.check_quantized(rowwise_data)
             parts = cls.parts_of(rowwise_data)

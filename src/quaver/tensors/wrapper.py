@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import nn
 
+from quaver.errors import CheckpointError
 from quaver.tensors.frame import Frame, Same
 from quaver.tensors.saving import reduced
 from quaver.tensors.sharding import Gathered, after_gather, before_gather
@@ -125,6 +126,17 @@ class WrapperTensor(torch.Tensor):
         raise NotImplementedError(
             f"a {type(self).__name__} has no NumPy form; call it on `.dequantize()`, and offload a "
             "model with quantized weights to the CPU, not to disk"
+        )
+
+    def storage(self) -> Any:
+        """Refused: there is none, and safetensors asks for it before it would write anything.
+
+        Raises:
+            CheckpointError: says what to do.
+        """
+        raise CheckpointError(
+            f"safetensors cannot write a {type(self).__name__} as it is; write a model that was "
+            "loaded with QuaverConfig by its save_pretrained, or convert_back first, or torch.save"
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from quaver.devices import group_by_device, on_device
 from quaver.errors import CheckpointError
+from quaver.optim.requantize import requantize
 from quaver.tensors import QuantizedTensor
 
 MASTER = "master"
@@ -28,8 +28,10 @@ class MasterWeights(torch.optim.Optimizer):
     A master starts from the value that `quantized_model_init` preserved, if the parameter still is
     that value quantized, else from the dequantized parameter; it lies on the parameter's device.
     After each step the parameters are quantized from their masters, device by device, each with its
-    own quantizer. Parameters that are not quantized are stepped themselves. Learning-rate
-    schedulers and `torch.amp.GradScaler` work with it as with the other optimizer.
+    own quantizer: those of a format with one scale a tensor in one pass, the others one by one
+    (`quaver.optim.requantize` has the particulars). Parameters that are not quantized are stepped
+    themselves. Learning-rate schedulers and `torch.amp.GradScaler` work with it as with the other
+    optimizer.
 
     Whoever writes to a parameter meanwhile (by loading a checkpoint, say) changes its master, too,
     at the next step.
@@ -71,12 +73,16 @@ class MasterWeights(torch.optim.Optimizer):
         group = self.param_groups[-1]
         for parameter in group["params"]:
             weight = _local(parameter)
-            if isinstance(weight, QuantizedTensor):
+            if self._needs_master(weight):
                 self._masters[parameter] = _first_master(weight)
                 self._versions[parameter] = weight._version
         if self._inner is not None:
             self._inner.add_param_group(self._of_masters(group))
             self._adopt_options()
+
+    def _needs_master(self, weight: torch.Tensor) -> bool:
+        """Whether a parameter is stepped through a master; a subclass may say so of more."""
+        return isinstance(weight, QuantizedTensor)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -93,7 +99,7 @@ class MasterWeights(torch.optim.Optimizer):
         for parameter, master in self._masters.items():
             weight: Any = _local(parameter)
             if weight._version != self._versions[parameter] and not _stands_for(weight, master):
-                master.copy_(weight.dequantize(torch.float32))
+                master.copy_(_value(weight))
             grad = parameter.grad
             master.grad = None if grad is None else _local(grad).to(torch.float32)
         self.inner.step()
@@ -102,11 +108,9 @@ class MasterWeights(torch.optim.Optimizer):
 
     def _quantize(self) -> None:
         stepped = [pair for pair in self._masters.items() if pair[1].grad is not None]
-        for device, pairs in group_by_device(stepped, lambda pair: pair[1].device).items():
-            with on_device(device):
-                for parameter, master in pairs:
-                    _local(parameter).copy_(master)
-                    master.grad = None
+        requantize([(_local(parameter), master) for parameter, master in stepped])
+        for _, master in stepped:
+            master.grad = None
         self._note_versions()
 
     def _note_versions(self) -> None:
@@ -171,25 +175,34 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in group.items() if name != "params"}
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: torch.Tensor) -> Any:
     """This rank's piece of a tensor that FSDP2 shards; the tensor itself otherwise."""
     with torch.no_grad():
-        local: torch.Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
     return local
 
 
 @torch.no_grad()
-def _first_master(weight: QuantizedTensor) -> torch.Tensor:
-    preserved = weight.get_high_precision_init_val()
+def _first_master(weight: torch.Tensor) -> torch.Tensor:
+    preserved = None
+    if isinstance(weight, QuantizedTensor):
+        preserved = weight.get_high_precision_init_val()
     if preserved is not None:
         master = preserved.to(weight.device, torch.float32, copy=True)
         if _stands_for(weight, master):
             return master
-    return weight.dequantize(torch.float32).detach()
+    return _value(weight)
 
 
-def _stands_for(weight: QuantizedTensor, master: torch.Tensor) -> bool:
-    """Whether `weight` is `master`, quantized."""
+def _value(weight: torch.Tensor) -> torch.Tensor:
+    """What `weight` stands for, in float32."""
+    if isinstance(weight, QuantizedTensor):
+        return weight.dequantize(torch.float32).detach()
+    return weight.detach().float()
+
+
+def _stands_for(weight: torch.Tensor, master: torch.Tensor) -> bool:
+    """Whether `weight` is `master`, quantized or rounded."""
     fresh = weight.detach().clone()
     fresh.copy_(master)
     return torch.equal(fresh, weight)
