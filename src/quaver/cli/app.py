@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from quaver import __version__
+from quaver.cli.convert_checkpoint import convert_checkpoint_command
 from quaver.cli.demo import DemoOptions, run_demo
 from quaver.cli.demo.options import RECIPES
 from quaver.cli.doctor import doctor
@@ -66,6 +67,7 @@ def demo(
 
 app.command()(train_demo)
 app.command()(doctor)
+app.command("convert-checkpoint")(convert_checkpoint_command)
 
 
 def main() -> None:

@@ -7,10 +7,11 @@ from torch import nn
 from quaver.conversion import parents
 from quaver.conversion.attach import detach_region
 from quaver.conversion.errors import ConversionError
+from quaver.conversion.places import weights_of
 from quaver.conversion.report import AdjustedModule, ConversionReport, ConvertedLayer, class_name
 from quaver.conversion.swap import Conversion, conversion_of, swap_out
 from quaver.conversion.weights import dequantize_weights
-from quaver.nn import QuantizedLinear
+from quaver.nn.weights import QuantizedWeights
 from quaver.tensors import QuantizedTensor
 
 
@@ -31,7 +32,7 @@ def convert_back(model: nn.Module) -> ConversionReport:
     if not isinstance(model, nn.Module):
         raise ConversionError(f"model must be an nn.Module, not {type(model).__name__}")
     layers = [
-        (name, cast(QuantizedLinear, module), record)
+        (name, cast(QuantizedWeights, module), record)
         for name, module in model.named_modules()
         if (record := conversion_of(module)) is not None
     ]
@@ -43,7 +44,8 @@ def convert_back(model: nn.Module) -> ConversionReport:
                 f"its class is {class_name(type(module))} now; undo first what changed it since, "
                 f"such as a parametrization"
             )
-        if record.quantized and module.weight.device.type == "meta":
+        weights = weights_of(module).values()
+        if record.quantized and any(weight.device.type == "meta" for weight in weights):
             raise ConversionError(
                 f"converting {name} back needs the values of its quantized weight, but they are "
                 f"offloaded (device meta); call accelerate's remove_hook_from_submodules first"
@@ -51,7 +53,8 @@ def convert_back(model: nn.Module) -> ConversionReport:
     dequantize_weights(
         module
         for _, module, record in layers
-        if record.quantized and isinstance(module.weight, QuantizedTensor)
+        if record.quantized
+        and any(isinstance(weight, QuantizedTensor) for weight in weights_of(module).values())
     )
     converted = tuple(_swap_out(name, module, record) for name, module, record in layers)
     adjusted = []
@@ -63,10 +66,10 @@ def convert_back(model: nn.Module) -> ConversionReport:
     return ConversionReport(converted=converted, adjusted=tuple(adjusted), notes=_notes(layers))
 
 
-def _swap_out(name: str, module: QuantizedLinear, record: Conversion) -> ConvertedLayer:
+def _swap_out(name: str, module: QuantizedWeights, record: Conversion) -> ConvertedLayer:
     before = class_name(type(module))
     swap_out(module)
-    weight = module._parameters.get("weight")
+    weight = next(iter(weights_of(module).values()), None)
     return ConvertedLayer(
         name=name,
         class_before=before,
@@ -78,7 +81,7 @@ def _swap_out(name: str, module: QuantizedLinear, record: Conversion) -> Convert
     )
 
 
-def _notes(layers: list[tuple[str, QuantizedLinear, Conversion]]) -> tuple[str, ...]:
+def _notes(layers: list[tuple[str, QuantizedWeights, Conversion]]) -> tuple[str, ...]:
     rounded = sum(record.quantized for _, _, record in layers)
     if not rounded:
         return ()

@@ -8,7 +8,9 @@ from torch import nn
 
 from quaver.conversion.attach import attach_region
 from quaver.conversion.errors import ConversionError
+from quaver.conversion.gain import DEFAULT_SPEED, Speed
 from quaver.conversion.parents import adjust, adjustable_parents
+from quaver.conversion.places import weights_of
 from quaver.conversion.plan import LayerPlan, Plan, make_plan
 from quaver.conversion.report import AdjustedModule, ConversionReport, ConvertedLayer, class_name
 from quaver.conversion.rules import DEFAULT_EXCLUDE, Matches, Rule, RuleList
@@ -18,7 +20,7 @@ from quaver.recipe import Recipe
 from quaver.tensors import QuantizedTensor
 
 
-def convert(
+def convert(  # noqa: PLR0913 - every one of them is a keyword but two
     model: nn.Module,
     recipe: Recipe | None = None,
     *,
@@ -27,6 +29,8 @@ def convert(
     exclude: Matches = DEFAULT_EXCLUDE,
     rules: Iterable[Rule] = (),
     include_subclasses: bool = False,
+    skip_slow: bool = False,
+    tokens: int = DEFAULT_SPEED.tokens,
 ) -> ConversionReport:
     """Make the linear layers of `model` Quaver's, in place, and report on each of them.
 
@@ -50,6 +54,9 @@ def convert(
         rules: tried in order before `exclude` and `include`; the first that matches decides.
         include_subclasses: convert subclasses of those two classes as well; Quaver's forward
             then replaces theirs.
+        skip_slow: leave the layers that are predicted to be slower in FP8 than in bf16, forward
+            and backward; all of them where FP8 products are emulated.
+        tokens: how many rows the input of a call has, for the predicted gains.
 
     Returns:
         What was converted, what was not and why, and which rules decided nothing.
@@ -58,7 +65,7 @@ def convert(
         ConversionError: an argument or a rule is wrong, or a weight cannot be quantized. The
             model is then as it was before.
     """
-    _check_arguments(model, recipe, weights)
+    _check_arguments(model, recipe, weights, tokens)
     rule_list = RuleList(rules, include, exclude)
     plan = make_plan(
         model,
@@ -66,6 +73,7 @@ def convert(
         rule_list,
         quantize=weights == "quantize",
         include_subclasses=include_subclasses,
+        speed=Speed(tokens, skip_slow),
     )
     classes = {layer.module: class_name(type(layer.module)) for layer in plan.layers}
     adjusted = _carry_out(model, plan)
@@ -79,7 +87,7 @@ def convert(
     )
 
 
-def _check_arguments(model: object, recipe: object, weights: object) -> None:
+def _check_arguments(model: object, recipe: object, weights: object, tokens: object) -> None:
     if not isinstance(model, nn.Module):
         raise ConversionError(f"model must be an nn.Module, not {type(model).__name__}")
     if recipe is not None and not isinstance(recipe, Recipe):
@@ -88,6 +96,8 @@ def _check_arguments(model: object, recipe: object, weights: object) -> None:
         )
     if weights not in ("keep", "quantize"):
         raise ConversionError(f'weights must be "keep" or "quantize", not {weights!r}')
+    if not isinstance(tokens, int) or tokens < 1:
+        raise ConversionError(f"tokens must be a number of rows from 1 on, not {tokens!r}")
 
 
 def _carry_out(model: nn.Module, plan: Plan) -> tuple[AdjustedModule, ...]:
@@ -111,7 +121,7 @@ def _carry_out(model: nn.Module, plan: Plan) -> tuple[AdjustedModule, ...]:
 
 def _describe(layer: LayerPlan, class_before: str) -> ConvertedLayer:
     module = layer.converted
-    weight = module._parameters.get("weight")
+    weight = next(iter(weights_of(module).values()), None)
     return ConvertedLayer(
         name=layer.name,
         class_before=class_before,
@@ -120,6 +130,7 @@ def _describe(layer: LayerPlan, class_before: str) -> ConvertedLayer:
         recipe=module.recipe,
         weights="quantized" if isinstance(weight, QuantizedTensor) else "kept",
         note="; ".join(layer.notes),
+        gain=layer.gain,
     )
 
 

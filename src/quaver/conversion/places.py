@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from quaver.nn.weights import QuantizedWeights
+
 
 @dataclass(frozen=True)
 class Place:
@@ -21,6 +23,13 @@ class ParameterUser:
     module: nn.Module
     parameter: str
     name: str
+
+
+def weights_of(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that `module` multiplies with, by name, one for each product."""
+    names = module.weight_names if isinstance(module, QuantizedWeights) else ("weight",)
+    found = ((name, module._parameters.get(name)) for name in names)
+    return {name: weight for name, weight in found if weight is not None}
 
 
 def places_of(model: nn.Module) -> dict[nn.Module, list[Place]]:

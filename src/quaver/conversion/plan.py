@@ -9,32 +9,42 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from quaver.conversion.errors import ConversionError
+from quaver.conversion.gain import DEFAULT_SPEED, Speed, predicted_gain, slow_reason
 from quaver.conversion.parents import ChildUse, weight_reads
-from quaver.conversion.places import Place, places_of, users_of_parameters
+from quaver.conversion.places import Place, places_of, users_of_parameters, weights_of
 from quaver.conversion.report import BypassedLayer, SkippedLayer, class_name
 from quaver.conversion.rules import RuleList
 from quaver.conversion.swap import has_replaced_forward, has_twin, is_exact_twin, is_transposed
-from quaver.nn import QuantizedLinear
+from quaver.nn.weights import QuantizedWeights
 from quaver.recipe import Recipe
 from quaver.tensors import QuantizedTensor
+
+NO_VALUES_YET = "no values yet; its scale comes from its first use"
+"""The note on a layer whose weight is on the meta device."""
 
 _HIGH_PRECISION = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass
 class LayerPlan:
-    """One layer that is converted; `quantize` says whether its weight becomes FP8 now."""
+    """One layer that is converted.
+
+    Attributes:
+        quantize: whether its weight becomes FP8 now.
+        gain: the predicted one, where its device multiplies FP8.
+    """
 
     name: str
     module: nn.Module
     recipe: Recipe | None
     quantize: bool
     notes: list[str] = field(default_factory=list)
+    gain: float | None = None
 
     @property
-    def converted(self) -> QuantizedLinear:
+    def converted(self) -> QuantizedWeights:
         """The module, once it is Quaver's."""
-        return cast(QuantizedLinear, self.module)
+        return cast(QuantizedWeights, self.module)
 
 
 @dataclass
@@ -53,8 +63,14 @@ def make_plan(
     *,
     quantize: bool,
     include_subclasses: bool,
+    values_later: bool = False,
+    speed: Speed = DEFAULT_SPEED,
 ) -> Plan:
     """Decide about every linear layer of `model`.
+
+    Args:
+        values_later: weights on the meta device are quantized when they are loaded.
+        speed: how many tokens a call has, and whether layers that lose are skipped.
 
     Raises:
         ConversionError: a predicate failed, or a weight that is to be quantized is on no device.
@@ -67,12 +83,15 @@ def make_plan(
         decision = rules.decide([place.name for place in places], module)
         uses = _weight_reads(places)
         reason = decision.skip_reason or _obstacle(module, uses, include_subclasses)
+        gain = None if reason else predicted_gain(module, speed.tokens)
+        if speed.skip_slow and not reason and (gain is None or gain < 1.0):
+            reason = slow_reason(module, gain, speed.tokens)
         if reason:
-            if isinstance(module, QuantizedLinear):
+            if isinstance(module, QuantizedWeights):
                 reason += "; it is Quaver's already and stays so"
             plan.skipped.append(SkippedLayer(name, class_name(type(module)), reason))
             continue
-        layer = LayerPlan(name, module, decision.recipe or recipe, quantize)
+        layer = LayerPlan(name, module, decision.recipe or recipe, quantize, gain=gain)
         _note_aliases(layer, places)
         for parent, use in uses:
             _note_bypass(plan, layer, parent, use)
@@ -80,7 +99,7 @@ def make_plan(
     if quantize:
         _keep_shared_weights(model, plan.layers)
     for layer in plan.layers:
-        _check_weight(layer)
+        _check_weight(layer, values_later)
     return plan
 
 
@@ -102,7 +121,7 @@ def _obstacle(
     for parent, use in uses:
         if not use.calls:
             return f"its parent {class_name(type(parent))} reads .weight itself and never calls it"
-    if isinstance(module, QuantizedLinear):
+    if isinstance(module, QuantizedWeights):
         return ""
     weight = module._parameters.get("weight")
     if weight is None:
@@ -142,13 +161,16 @@ def _keep_shared_weights(model: nn.Module, layers: list[LayerPlan]) -> None:
     for layer in layers:
         if not layer.quantize:
             continue
-        for user in users.get(id(layer.module._parameters.get("weight")), []):
+        weights = weights_of(layer.module)
+        for user in (user for weight in weights.values() for user in users.get(id(weight), ())):
             other = by_module.get(user.module)
+            shared = weights_of(user.module)
             if (
                 other is None
-                or user.parameter != "weight"
+                or user.parameter not in shared
                 or not other.quantize
                 or is_transposed(user.module) != is_transposed(layer.module)
+                or [*map(id, shared.values())] != [*map(id, weights.values())]
             ):
                 layer.notes.append(f"weight kept: tied to {user.name}")
                 break
@@ -157,16 +179,18 @@ def _keep_shared_weights(model: nn.Module, layers: list[LayerPlan]) -> None:
             layer.quantize = False
 
 
-def _check_weight(layer: LayerPlan) -> None:
-    weight = layer.module._parameters.get("weight")
-    if isinstance(weight, QuantizedTensor):
+def _check_weight(layer: LayerPlan, values_later: bool) -> None:
+    weights = weights_of(layer.module).values()
+    if weights and all(isinstance(weight, QuantizedTensor) for weight in weights):
         layer.quantize = False
         layer.notes.append("weight is FP8 already")
-    if weight is None or weight.device.type != "meta":
+    if not any(weight.device.type == "meta" for weight in weights):
+        return
+    if layer.quantize and values_later:
         return
     if layer.quantize:
         raise ConversionError(
             f"weights='quantize' needs the values of {layer.name}.weight, but it is offloaded or "
             f"not loaded yet (device meta); convert before dispatch_model, or use weights='keep'"
         )
-    layer.notes.append("no values yet; its scale comes from its first use")
+    layer.notes.append(NO_VALUES_YET)

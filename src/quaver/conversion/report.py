@@ -27,6 +27,8 @@ class ConvertedLayer:
         recipe: the recipe now attached; None if it needs an `autocast` to run in FP8.
         weights: "kept" in high precision, "quantized" to FP8, or "dequantized" from it.
         note: anything else that a user should know; may be empty.
+        gain: the predicted time of forward and backward in bf16 over that in FP8; None where FP8
+            products are emulated.
     """
 
     name: str
@@ -36,6 +38,7 @@ class ConvertedLayer:
     recipe: Recipe | None
     weights: WeightsOutcome
     note: str = ""
+    gain: float | None = None
 
 
 @dataclass(frozen=True)
@@ -114,11 +117,12 @@ class ConversionReport:
                 str(layer.device),
                 recipes[layer.recipe],
                 layer.weights,
+                "" if layer.gain is None else f"{layer.gain:.2f}×",
                 layer.note,
             )
             for layer in self.converted
         ]
-        columns = ("layer", "class", "device", "recipe", "weights", "note")
+        columns = ("layer", "class", "device", "recipe", "weights", "gain", "note")
         return render(f"{counted(rows)} converted", columns, rows) + recipe_legend(recipes)
 
 

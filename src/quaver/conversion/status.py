@@ -8,7 +8,7 @@ from torch import nn
 from quaver.conversion.errors import ConversionError
 from quaver.conversion.report import counted, recipe_labels, recipe_legend, render
 from quaver.devices import fp8_gemm_path
-from quaver.nn import QuantizedLinear
+from quaver.nn.weights import QuantizedWeights
 from quaver.recipe import Recipe
 from quaver.scaling import DelayedScalingState, RecipeState
 from quaver.tensors import QuantizedTensor
@@ -30,8 +30,8 @@ class LayerStatus:
         scales_device: where its scales are; None while it has none.
         calibrated: whether a scale of its input is known, from calibration, training or a
             checkpoint; if not, each input's own amax is used.
-        weight_dtype: of its weight, the FP8 dtype if it is quantized.
-        weight_bytes: of its weight and bias, scales included.
+        weight_dtype: of its (first) weight, the FP8 dtype if it is quantized.
+        weight_bytes: of its parameters, scales included.
     """
 
     name: str
@@ -97,7 +97,7 @@ def status(model: nn.Module) -> ModelStatus:
     layers, others = [], 0
     parameters: dict[int, torch.Tensor] = {}
     for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
+        if isinstance(module, QuantizedWeights):
             layers.append(_layer_status(name, module))
             parameters.update((id(p), p) for p in module._parameters.values() if p is not None)
         elif isinstance(module, nn.Linear):
@@ -106,8 +106,8 @@ def status(model: nn.Module) -> ModelStatus:
     return ModelStatus(tuple(layers), others, total)
 
 
-def _layer_status(name: str, module: QuantizedLinear) -> LayerStatus:
-    weight = module.weight
+def _layer_status(name: str, module: QuantizedWeights) -> LayerStatus:
+    weight = getattr(module, module.weight_names[0])
     own = [parameter for parameter in module._parameters.values() if parameter is not None]
     forward = module.recipe_states.get("forward")
     device = _computes_on(module, weight)
@@ -141,10 +141,11 @@ def _is_calibrated(forward: RecipeState) -> bool:
         return True  # there is nothing to calibrate
     if forward.device.type == "meta":
         return False
+    inputs = slice(_INPUT_SLOT, None, len(forward.slot_names))  # of each product
     if forward.recipe.first_scale == "one":  # then a scale is "known" from the start
-        seen = forward.amax_history[:, _INPUT_SLOT].any() or forward.scale[_INPUT_SLOT] != 1
+        seen = forward.amax_history[:, inputs].any() or (forward.scale[inputs] != 1).any()
         return bool(seen)
-    return bool(forward.ready[_INPUT_SLOT] > 0)
+    return bool((forward.ready[inputs] > 0).any())
 
 
 def _payload_dtype(weight: torch.Tensor) -> torch.dtype:

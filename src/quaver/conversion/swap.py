@@ -8,8 +8,9 @@ from typing import Any, cast
 
 from torch import nn
 
-from quaver.nn import Linear, QuantizedLinear
+from quaver.nn import Linear
 from quaver.nn.conv1d import QuantizedConv1D, combined_class
+from quaver.nn.weights import QuantizedWeights
 from quaver.recipe import Recipe
 
 _RECORD = "_quaver_conversion"
@@ -59,7 +60,7 @@ def _quantized_class(cls: type[nn.Module]) -> type[nn.Module]:
 def has_twin(module: nn.Module) -> bool:
     """Whether Quaver has a class for `module`, or `module` is Quaver's already."""
     conv1d = _conv1d_class()
-    return isinstance(module, QuantizedLinear | nn.Linear) or (
+    return isinstance(module, QuantizedWeights | nn.Linear) or (
         conv1d is not None and isinstance(module, conv1d)
     )
 
@@ -75,7 +76,7 @@ def is_transposed(module: nn.Module) -> bool:
     return conv1d is not None and isinstance(module, conv1d)
 
 
-def swap_in(module: nn.Module, name: str, recipe: Recipe | None) -> QuantizedLinear:
+def swap_in(module: nn.Module, name: str, recipe: Recipe | None) -> QuantizedWeights:
     """Make `module` Quaver's in place and attach `recipe`; one that is so already gets the recipe.
 
     Args:
@@ -83,21 +84,21 @@ def swap_in(module: nn.Module, name: str, recipe: Recipe | None) -> QuantizedLin
         name: qualified name, for warnings.
         recipe: None attaches nothing, and leaves one that is attached already.
     """
-    if isinstance(module, QuantizedLinear):
+    if isinstance(module, QuantizedWeights):
         module.__dict__.setdefault(_RECORD, Conversion(None, module.recipe))
         if recipe is not None:
             module.recipe = recipe
         return module
     original = type(module)
     _set_class(module, _quantized_class(original))
-    converted = cast(QuantizedLinear, module)
+    converted = cast(QuantizedWeights, module)
     converted._init_quantized(recipe)
     converted.qualified_name = name
     converted.__dict__[_RECORD] = Conversion(original, None)
     return converted
 
 
-def swap_out(module: QuantizedLinear) -> None:
+def swap_out(module: QuantizedWeights) -> None:
     """Undo `swap_in`, but for a quantized weight."""
     record: Conversion = module.__dict__.pop(_RECORD)
     if record.original is None:
