@@ -23,7 +23,13 @@ def test_a_benchmark_starts_as_a_module(name: str) -> None:
 
 
 def test_the_readme_and_make_name_the_benchmarks() -> None:
-    assert BENCHMARKS == ["bench_casts", "reference_linear", "train_recipes"]
+    assert BENCHMARKS == [
+        "bench_attention",
+        "bench_casts",
+        "bench_kernels",
+        "reference_linear",
+        "train_recipes",
+    ]
     readme = (REPOSITORY / "benchmarks" / "README.md").read_text()
     assert all(f"| `{name}` |" in readme for name in BENCHMARKS)
     makefile = (REPOSITORY / "Makefile").read_text()
