@@ -22,6 +22,21 @@ _E8M0_SMALLEST = tl.constexpr(0x400000)
 """The bits of 2^-127 in float32, where it is subnormal: its power is in the mantissa."""
 
 
+# Triton's own conversion leaves pairs of bytes in 16-bit registers. Where a pair is both stored
+# with its neighbour and taken apart, as for a transpose, ptxas (of Triton 3.6, for sm_90) merges
+# the two pairs and then reads a register that nothing has written. Four at a time it cannot.
+_FOUR = """
+{{
+.reg .b16 low, high;
+cvt.rn.satfinite.{0}.f32 low, $2, $1;
+cvt.rn.satfinite.{0}.f32 high, $4, $3;
+mov.b32 $0, {{low, high}};
+}}
+"""
+_TO_E4M3 = tl.constexpr(_FOUR.format("e4m3x2"))
+_TO_E5M2 = tl.constexpr(_FOUR.format("e5m2x2"))
+
+
 @triton.jit
 def fp8_bytes(x, E5M2: tl.constexpr, NATIVE: tl.constexpr):
     """The FP8 bytes, uint8, of x (float32): to nearest even, saturated, every NaN 0x7F.
@@ -31,9 +46,13 @@ def fp8_bytes(x, E5M2: tl.constexpr, NATIVE: tl.constexpr):
     if not NATIVE:
         coded = _rounded_bytes(x, E5M2)
     elif E5M2:
-        coded = x.to(tl.float8e5).to(tl.uint8, bitcast=True)
+        coded = tl.inline_asm_elementwise(
+            _TO_E5M2, "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4
+        )
     else:
-        coded = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+        coded = tl.inline_asm_elementwise(
+            _TO_E4M3, "=r,f,f,f,f", [x], dtype=tl.uint8, is_pure=True, pack=4
+        )
     return coded
 
 
