@@ -34,6 +34,10 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(shape, device=CUDA, dtype=torch.bfloat16).requires_grad_()
 
 
+TARGETS = {"delayed": 12.0, "current": 12.8, "block": 14.2}
+PEAK_GIB = 4.37
+
+
 def step(forward: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> Callable[[], object]:
     """One forward and backward."""
     grad = torch.randn_like(forward())
@@ -84,7 +88,7 @@ def parts() -> dict[str, float]:
     return found
 
 
-def layers() -> dict[str, float]:
+def layers() -> list[tuple[str, ...]]:
     """The whole layer, with and without rotary embedding."""
     layer = qv.TransformerLayer(
         HIDDEN,
@@ -102,7 +106,7 @@ def layers() -> dict[str, float]:
     angles = qv.RotaryPositionEmbedding(CHANNELS, device=CUDA)(LENGTH)
     x = random(BATCH, LENGTH, HIDDEN)
     leaves = [x, *layer.parameters()]
-    found = {}
+    rows: list[tuple[str, ...]] = []
     for name, recipe in RECIPES.items():
         for rope in (None, angles):
 
@@ -112,8 +116,18 @@ def layers() -> dict[str, float]:
                 return y
 
             label = f"TransformerLayer, {name}{', rotary' if rope is not None else ''}"
-            found[label] = device_ms(step(forward, leaves))
-    return found
+            run = step(forward, leaves)
+            if not all(g.isfinite().all() for g in run()):
+                raise ArithmeticError(f"{label}: a gradient is not finite")
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            run()
+            peak = torch.cuda.max_memory_allocated() / 2**30
+            target = TARGETS.get(name) if rope is None else None
+            ms = device_ms(run)
+            judged = "" if target is None else f"{target} {'✓' if ms <= target else '✗'}"
+            rows.append((label, f"{ms:.3f}", judged, f"{peak:.2f}"))
+    return rows
 
 
 def main() -> None:
@@ -121,24 +135,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="bench_attention", description=(__doc__ or "").splitlines()[0]
     )
-    parser.parse_args()
+    parser.add_argument("--layer-only", action="store_true")
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.exit(2, "bench_attention needs a CUDA GPU\n")
     torch.manual_seed(0)
-    rows = [(name, f"{ms:.3f}") for group in GROUPS_OF_ROWS for name, ms in group().items()]
+    pieces = () if options.layer_only else (kernels, parts)
+    rows = [(name, f"{ms:.3f}", "", "") for group in pieces for name, ms in group().items()]
+    rows += layers()
     report = Report(
         name="attention",
         title="Attention and a Llama-3-8B-shaped layer, forward + backward",
         command=command_line("benchmarks.bench_attention"),
-        columns=["", "median ms"],
+        columns=["", "median ms", "target ms", "peak GiB"],
         rows=rows,
-        notes=[" ".join((__doc__ or "").split("\n\n")[1].split()), *describe_gpu()],
+        notes=[
+            " ".join((__doc__ or "").split("\n\n")[1].split()),
+            f"Target for the peak of the layer without rotary embedding: {PEAK_GIB} GiB.",
+            *describe_gpu(),
+        ],
     )
     report.show(Console())
     report.write()
-
-
-GROUPS_OF_ROWS = (kernels, parts, layers)
 
 
 if __name__ == "__main__":

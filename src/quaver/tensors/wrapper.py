@@ -135,8 +135,9 @@ class WrapperTensor(torch.Tensor):
             CheckpointError: says what to do.
         """
         raise CheckpointError(
-            f"safetensors cannot write a {type(self).__name__} as it is; write a model that was "
-            "loaded with QuaverConfig by its save_pretrained, or convert_back first, or torch.save"
+            f"safetensors cannot write a {type(self).__name__} as it is; use save_model of "
+            "quaver.checkpoint, or save_pretrained of a model that QuaverConfig loaded, or "
+            "convert_back first"
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:

@@ -7,7 +7,6 @@ CPU tensors through the door, and what it would launch is compiled to PTX.
 import os
 import re
 import sys
-from collections.abc import Iterator
 from importlib import import_module
 from typing import Any
 
@@ -22,8 +21,8 @@ import quaver.devices
 from quaver import kernels
 from quaver.kernels import use_implementation
 from quaver.kernels.common import triton_launch
-from tests.kernels import test_activation, test_norm, test_operators
-from tests.samples import FORMATS, normal
+from tests.kernels.every import calls
+from tests.samples import normal
 
 POINTERS = {
     torch.float32: "*fp32",
@@ -99,26 +98,6 @@ def main(capability: int) -> None:
             if name.startswith("norm"):
                 getattr(kernels, name)(*args)
     print(len(compiler.compiled), "compiled:", *sorted(set(compiler.compiled)))
-
-
-def calls(x: torch.Tensor) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Kernels by name, each with arguments, made from the matrix x."""
-    for arguments, names in (
-        (test_operators.arguments, ("amax", "cast", "dequantize", "scale_update")),
-        (test_norm.arguments, test_norm.OPERATORS),
-        (test_activation.arguments, test_activation.OPERATORS),
-    ):
-        for name in names:
-            for args in arguments(name, x):
-                yield name, args
-    for dtype in FORMATS:
-        yield "current_cast", (x, dtype, True, 0.0, None, True)
-        for dimensions in (1, 2):
-            yield "block_cast", (x, dtype, dimensions, dimensions == 1, 0.0, True, True)
-        yield "mx_cast", (x, dtype, True, True)
-    for two_dimensional in (False, True):
-        yield "nvfp4_cast", (x, two_dimensional, not two_dimensional, 1, 2, True, True)
-    yield "hadamard", (x,)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,7 @@ from pathlib import Path
 from quaver import recipe as recipes
 from quaver.cli.errors import CommandError
 
-RECIPES: dict[str, recipes.Recipe] = {
-    "delayed": recipes.DelayedScaling(),
-    "current": recipes.Float8CurrentScaling(),
-    "block": recipes.Float8BlockScaling(),
-    "mxfp8": recipes.MXFP8BlockScaling(),
-    "nvfp4": recipes.NVFP4BlockScaling(),
-}
+RECIPES = {name: recipes.named_recipe(name) for name in recipes.RECIPE_NAMES}
 ALL = "all"
 
 

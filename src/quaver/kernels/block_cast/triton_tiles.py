@@ -126,30 +126,12 @@ def _store_scales(into, stored, line, lines, block, blocks, line_stride, block_s
 
 @triton.jit
 def _cast_tiles(
-    x,
-    row,
-    row_scale,
-    col,
-    col_scale,
-    rows,
-    columns,
-    row_stride,
-    column_stride,
-    row_scale_line,
-    row_scale_block,
-    col_scale_line,
-    col_scale_block,
-    epsilon,
-    TILE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SQUARE: tl.constexpr,
-    NEIGHBOURS: tl.constexpr,
-    RULE: tl.constexpr,
-    ROWWISE: tl.constexpr,
-    COLUMNWISE: tl.constexpr,
-    IS_E5M2: tl.constexpr,
+    x, row, row_scale, col, col_scale, rows, columns, row_stride, column_stride,
+    row_scale_line, row_scale_block, col_scale_line, col_scale_block, epsilon,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, SQUARE: tl.constexpr, NEIGHBOURS: tl.constexpr,
+    RULE: tl.constexpr, ROWWISE: tl.constexpr, COLUMNWISE: tl.constexpr, IS_E5M2: tl.constexpr,
     NATIVE: tl.constexpr,
-):
+):  # fmt: skip
     """One tile of x [rows, columns] in one or both usages.
 
     SQUARE: blocks of BLOCK x BLOCK instead of 1 x BLOCK; then BLOCK is TILE.
