@@ -341,3 +341,19 @@ def test_a_quantized_weight_is_its_own_cache() -> None:
     assert [entry.kernel for entry in log] == ["cast", "scaled_mm"] * 3
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
+
+
+def test_a_weight_kept_for_inference_has_no_transposed_copy_until_a_backward_needs_it() -> None:
+    layer, x = qv.Linear(32, 48), normal(4, 32)
+    recipe = qv.recipe.Float8BlockScaling()
+    with torch.no_grad(), qv.autocast(recipe=recipe):
+        layer(x, is_first_microbatch=True)
+        assert layer._weight_cache[0].columnwise is None
+        kept = layer._weight_cache[0]
+        layer(x, is_first_microbatch=False)
+        assert layer._weight_cache[0] is kept
+    with qv.autocast(recipe=recipe):
+        y = layer(x, is_first_microbatch=False)
+    assert layer._weight_cache[0].columnwise is not None
+    y.sum().backward()
+    assert layer.weight.grad is not None

@@ -7,6 +7,8 @@ from torch import nn
 from quaver.conversion import parents
 from quaver.conversion.attach import detach_region
 from quaver.conversion.errors import ConversionError
+from quaver.conversion.fusion.modules import Columns
+from quaver.conversion.fusion.swap import Fusion, unfuse
 from quaver.conversion.places import weights_of
 from quaver.conversion.report import AdjustedModule, ConversionReport, ConvertedLayer, class_name
 from quaver.conversion.swap import Conversion, conversion_of, swap_out
@@ -20,14 +22,15 @@ def convert_back(model: nn.Module) -> ConversionReport:
 
     With weights="keep" everything is again as it was, bit for bit, parameters the same objects.
     Weights that `convert` quantized come back dequantized: FP8's rounding stays in them, and the
-    report says so. Modules that were made as Quaver's stay Quaver's.
+    report says so. Fused modules are taken apart. Modules that were made as Quaver's stay Quaver's.
 
     Returns:
         What was converted back, and which parents were restored.
 
     Raises:
-        ConversionError: `model` is no module, a quantized weight is offloaded, or something else
-            has changed a layer's class since; nothing changed.
+        ConversionError: `model` is no module, a quantized or fused weight is offloaded, a part of
+            a fusion lies outside of `model`, or something else has changed a layer's class since;
+            nothing changed.
     """
     if not isinstance(model, nn.Module):
         raise ConversionError(f"model must be an nn.Module, not {type(model).__name__}")
@@ -45,11 +48,14 @@ def convert_back(model: nn.Module) -> ConversionReport:
                 f"such as a parametrization"
             )
         weights = weights_of(module).values()
-        if record.quantized and any(weight.device.type == "meta" for weight in weights):
+        needed = record.quantized or isinstance(record, Fusion)
+        if needed and any(weight.device.type == "meta" for weight in weights):
+            kind = "quantized" if record.quantized else "fused"
             raise ConversionError(
-                f"converting {name} back needs the values of its quantized weight, but they are "
+                f"converting {name} back needs the values of its {kind} weight, but they are "
                 f"offloaded (device meta); call accelerate's remove_hook_from_submodules first"
             )
+    _check_fusions(model, [record for _, _, record in layers])
     dequantize_weights(
         module
         for _, module, record in layers
@@ -66,10 +72,31 @@ def convert_back(model: nn.Module) -> ConversionReport:
     return ConversionReport(converted=converted, adjusted=tuple(adjusted), notes=_notes(layers))
 
 
+def _check_fusions(model: nn.Module, records: list[Conversion]) -> None:
+    """Refuse to convert a part of a model back whose other part holds the weights."""
+    whole = {
+        member
+        for record in records
+        if isinstance(record, Fusion)
+        for member, _, _ in record.members
+    }
+    for name, module in model.named_modules():
+        if isinstance(module, Columns) and module not in whole:
+            raise ConversionError(
+                f"{name} is fused with others, in the place of the norm before it, which is no "
+                f"part of the module given; call convert_back with the one that holds both"
+            )
+
+
 def _swap_out(name: str, module: QuantizedWeights, record: Conversion) -> ConvertedLayer:
     before = class_name(type(module))
-    swap_out(module)
     weight = next(iter(weights_of(module).values()), None)
+    notes = ["not the values from before: rounded to FP8"] if record.quantized else []
+    if isinstance(record, Fusion):
+        notes.append("taken apart")
+        unfuse(module)
+    else:
+        swap_out(module)
     return ConvertedLayer(
         name=name,
         class_before=before,
@@ -77,7 +104,7 @@ def _swap_out(name: str, module: QuantizedWeights, record: Conversion) -> Conver
         device=None if weight is None else weight.device,
         recipe=getattr(module, "recipe", None),
         weights="dequantized" if record.quantized else "kept",
-        note="not the values from before: rounded to FP8" if record.quantized else "",
+        note="; ".join(notes),
     )
 
 

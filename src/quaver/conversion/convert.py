@@ -1,23 +1,19 @@
 """`convert`: the linear layers of a model become Quaver's, in place."""
 
 from collections.abc import Iterable
-from contextlib import ExitStack
 from typing import Literal
 
 from torch import nn
 
-from quaver.conversion.attach import attach_region
+from quaver.conversion.attention import plan_attention
+from quaver.conversion.carry_out import carry_out
 from quaver.conversion.errors import ConversionError
+from quaver.conversion.fusion.blocks import plan_fusions
 from quaver.conversion.gain import DEFAULT_SPEED, Speed
-from quaver.conversion.parents import adjust, adjustable_parents
-from quaver.conversion.places import weights_of
-from quaver.conversion.plan import LayerPlan, Plan, make_plan
-from quaver.conversion.report import AdjustedModule, ConversionReport, ConvertedLayer, class_name
+from quaver.conversion.plan import make_plan
+from quaver.conversion.report import ConversionReport
 from quaver.conversion.rules import DEFAULT_EXCLUDE, Matches, Rule, RuleList
-from quaver.conversion.swap import Snapshot, swap_in
-from quaver.conversion.weights import quantize_weights
 from quaver.recipe import Recipe
-from quaver.tensors import QuantizedTensor
 
 
 def convert(  # noqa: PLR0913 - every one of them is a keyword but two
@@ -31,35 +27,33 @@ def convert(  # noqa: PLR0913 - every one of them is a keyword but two
     include_subclasses: bool = False,
     skip_slow: bool = False,
     tokens: int = DEFAULT_SPEED.tokens,
+    fuse: bool = False,
 ) -> ConversionReport:
     """Make the linear layers of `model` Quaver's, in place, and report on each of them.
 
-    Layers of class nn.Linear and transformers' Conv1D get another class, and nothing else of them
-    changes: parameters (the same objects, tied ones too), names, hooks, training mode, device,
-    dtype and `requires_grad` stay. It works before and after accelerate's `dispatch_model`.
-    A second call converts what is left and replaces the recipe.
+    nn.Linear and transformers' Conv1D get another class; their parameters (tied ones too), names,
+    hooks, mode, device and dtype stay. A recipe with fp8_dpa goes to Quaver's DotProductAttention
+    modules, too. It works before and after accelerate's `dispatch_model`. A second call converts
+    what is left and replaces the recipe.
 
     Args:
         model: changed in place; given as a single layer, it is converted itself.
-        recipe: with one, each call of `model` runs in FP8, and its scales are updated at the end
-            of the call, without any `autocast` (which still has the last word where there is
-            one). None: the layers run in FP8 inside `quaver.autocast` only.
-        weights: "keep" leaves them in high precision: trainable, and `convert_back` is exact.
-            "quantize" replaces them by FP8 ones, which saves memory; a weight that something
-            else reads too is kept, and the report says so.
+        recipe: with one, each call of `model` runs in FP8, and its scales are updated at its end;
+            an `autocast` around it has the last word. None: in FP8 inside `autocast` only.
+        weights: "keep" leaves them trainable in high precision, and `convert_back` is exact;
+            "quantize" replaces them by FP8 ones, unless something else reads them too.
         include: globs or functions, as in `Rule`; if given, only layers that match are converted.
-        exclude: globs or functions; layers that match are left. The default is the output layer
-            of language models, `lm_head`: give () to convert that as well, and
-            `(*DEFAULT_EXCLUDE, ...)` to leave more.
+        exclude: layers to leave: the default is the output layer of language models, `lm_head`.
         rules: tried in order before `exclude` and `include`; the first that matches decides.
-        include_subclasses: convert subclasses of those two classes as well; Quaver's forward
-            then replaces theirs.
+        include_subclasses: convert subclasses of those two classes too, replacing their forward.
         skip_slow: leave the layers that are predicted to be slower in FP8 than in bf16, forward
             and backward; all of them where FP8 products are emulated.
         tokens: how many rows the input of a call has, for the predicted gains.
+        fuse: swap a norm and what it feeds for one `LayerNormLinear` or `LayerNormMLP`, where the
+            model's code shows that it may be; this moves parameters, so optimizers come after it.
 
     Returns:
-        What was converted, what was not and why, and which rules decided nothing.
+        What was converted and fused, what was not and why, and which rules decided nothing.
 
     Raises:
         ConversionError: an argument or a rule is wrong, or a weight cannot be quantized. The
@@ -67,24 +61,14 @@ def convert(  # noqa: PLR0913 - every one of them is a keyword but two
     """
     _check_arguments(model, recipe, weights, tokens)
     rule_list = RuleList(rules, include, exclude)
-    plan = make_plan(
-        model,
-        recipe,
-        rule_list,
-        quantize=weights == "quantize",
-        include_subclasses=include_subclasses,
-        speed=Speed(tokens, skip_slow),
-    )
-    classes = {layer.module: class_name(type(layer.module)) for layer in plan.layers}
-    adjusted = _carry_out(model, plan)
-    return ConversionReport(
-        converted=tuple(_describe(layer, classes[layer.module]) for layer in plan.layers),
-        skipped=tuple(plan.skipped),
-        bypassed=tuple(plan.bypassed),
-        adjusted=adjusted,
-        unmatched_rules=rule_list.unmatched(),
-        notes=_notes(plan),
-    )
+    options = {"quantize": weights == "quantize", "include_subclasses": include_subclasses}
+    plan = make_plan(model, recipe, rule_list, **options, speed=Speed(tokens, skip_slow))
+    plan.attention, left, notes = plan_attention(model, recipe, rule_list)
+    plan.skipped += left
+    plan.notes += notes
+    if fuse:
+        plan_fusions(model, plan)
+    return carry_out(model, plan, tokens, rule_list.unmatched())
 
 
 def _check_arguments(model: object, recipe: object, weights: object, tokens: object) -> None:
@@ -98,49 +82,3 @@ def _check_arguments(model: object, recipe: object, weights: object, tokens: obj
         raise ConversionError(f'weights must be "keep" or "quantize", not {weights!r}')
     if not isinstance(tokens, int) or tokens < 1:
         raise ConversionError(f"tokens must be a number of rows from 1 on, not {tokens!r}")
-
-
-def _carry_out(model: nn.Module, plan: Plan) -> tuple[AdjustedModule, ...]:
-    """Do what `plan` says; on an error everything goes back first."""
-    adjusted = []
-    with ExitStack() as undo:
-        for layer in plan.layers:
-            undo.callback(Snapshot.of(layer.module).restore)
-            swap_in(layer.module, layer.name, layer.recipe).set_weight_scale()
-        for name, parent in adjustable_parents(model, {layer.module for layer in plan.layers}):
-            undo.callback(Snapshot.of(parent).restore)
-            change = adjust(parent)
-            if change:
-                adjusted.append(AdjustedModule(name, class_name(type(parent)), change))
-        quantize_weights({layer.name: layer.converted for layer in plan.layers if layer.quantize})
-        if any(layer.recipe is not None for layer in plan.layers):
-            attach_region(model)
-        undo.pop_all()
-    return tuple(adjusted)
-
-
-def _describe(layer: LayerPlan, class_before: str) -> ConvertedLayer:
-    module = layer.converted
-    weight = next(iter(weights_of(module).values()), None)
-    return ConvertedLayer(
-        name=layer.name,
-        class_before=class_before,
-        class_after=class_name(type(module)),
-        device=None if weight is None else weight.device,
-        recipe=module.recipe,
-        weights="quantized" if isinstance(weight, QuantizedTensor) else "kept",
-        note="; ".join(layer.notes),
-        gain=layer.gain,
-    )
-
-
-def _notes(plan: Plan) -> tuple[str, ...]:
-    without = [layer for layer in plan.layers if layer.converted.recipe is None]
-    if not plan.layers:
-        return ()
-    if not without:
-        return ("Each call of the model runs these layers in FP8, without any autocast.",)
-    which = "These layers" if len(without) == len(plan.layers) else "Layers without a recipe"
-    return (
-        f"{which} run in FP8 inside quaver.autocast only; convert(model, recipe) attaches one.",
-    )

@@ -47,7 +47,7 @@ _known: dict[type[nn.Module], dict[str, ChildUse]] = {}
 
 
 def _weight_reads(parent: type[nn.Module]) -> dict[str, ChildUse]:
-    methods = list(_methods(parent))
+    methods = list(methods_of(parent))
     if not any("weight" in method.__code__.co_names for method in methods):
         return {}
     uses: dict[str, ChildUse] = {}
@@ -60,7 +60,7 @@ def _weight_reads(parent: type[nn.Module]) -> dict[str, ChildUse]:
     return {child: use for child, use in uses.items() if use.reads}
 
 
-def _methods(parent: type[nn.Module]) -> Iterator[FunctionType]:
+def methods_of(parent: type[nn.Module]) -> Iterator[FunctionType]:
     """The methods in force of `parent`, without those of nn.Module and those that only set up."""
     seen: set[str] = set()
     for cls in parent.__mro__:

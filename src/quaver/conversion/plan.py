@@ -8,11 +8,13 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
+from quaver.conversion.attention import AttentionPlan
 from quaver.conversion.errors import ConversionError
+from quaver.conversion.fusion.swap import FusionPlan
 from quaver.conversion.gain import DEFAULT_SPEED, Speed, predicted_gain, slow_reason
 from quaver.conversion.parents import ChildUse, weight_reads
 from quaver.conversion.places import Place, places_of, users_of_parameters, weights_of
-from quaver.conversion.report import BypassedLayer, SkippedLayer, class_name
+from quaver.conversion.report import BypassedLayer, SkippedLayer, UnfusedNorm, class_name
 from quaver.conversion.rules import RuleList
 from quaver.conversion.swap import has_replaced_forward, has_twin, is_exact_twin, is_transposed
 from quaver.nn.weights import QuantizedWeights
@@ -54,6 +56,10 @@ class Plan:
     layers: list[LayerPlan] = field(default_factory=list)
     skipped: list[SkippedLayer] = field(default_factory=list)
     bypassed: list[BypassedLayer] = field(default_factory=list)
+    fusions: list[FusionPlan] = field(default_factory=list)
+    unfused: list[UnfusedNorm] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    attention: list[AttentionPlan] = field(default_factory=list)
 
 
 def make_plan(

@@ -51,6 +51,56 @@ class SkippedLayer:
 
 
 @dataclass(frozen=True)
+class FusedModule:
+    """A module that does the work of several since the conversion.
+
+    Args:
+        name: qualified name of the module whose place it takes.
+        class_name: its class.
+        replaces: the names of those whose work it does.
+        device, recipe, weights, note, gain: as in `ConvertedLayer`.
+    """
+
+    name: str
+    class_name: str
+    replaces: tuple[str, ...]
+    device: torch.device | None
+    recipe: Recipe | None
+    weights: WeightsOutcome
+    note: str = ""
+    gain: float | None = None
+
+
+@dataclass(frozen=True)
+class AttachedAttention:
+    """An attention of Quaver's whose recipe the conversion set.
+
+    Args:
+        recipe: the recipe now attached, with fp8_dpa; None: it was taken off, and the attention
+            runs in high precision.
+        backend: what computes it, and why.
+    """
+
+    name: str
+    class_name: str
+    recipe: Recipe | None
+    backend: str
+
+
+@dataclass(frozen=True)
+class UnfusedNorm:
+    """A norm that was not fused with what it feeds, although it looks as if it could be, and why.
+
+    Args:
+        class_name: of the block that holds it.
+    """
+
+    name: str
+    class_name: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class BypassedLayer:
     """A converted layer that its parent does not always call, so that FP8 does not always run."""
 
@@ -87,9 +137,19 @@ class ConversionReport:
     adjusted: tuple[AdjustedModule, ...] = ()
     unmatched_rules: tuple[UnmatchedRule, ...] = ()
     notes: tuple[str, ...] = field(default=())
+    fused: tuple[FusedModule, ...] = ()
+    unfused: tuple[UnfusedNorm, ...] = ()
+    attention: tuple[AttachedAttention, ...] = ()
 
     def __str__(self) -> str:
-        sections = [self._converted_table()]
+        sections = [self._converted_table()] if self.converted or not self.fused else []
+        if self.fused:
+            sections.append(self._fused_table())
+        if self.attention:
+            sections.append(self._attention_table())
+        if self.unfused:
+            rows = [(norm.name, norm.class_name, norm.reason) for norm in self.unfused]
+            sections.append(render("Norms not fused", ("norm", "block", "why"), rows))
         if self.skipped:
             rows = [(layer.name, layer.class_name, layer.reason) for layer in self.skipped]
             sections.append(render("Left as they are", ("layer", "class", "why"), rows))
@@ -125,6 +185,48 @@ class ConversionReport:
         columns = ("layer", "class", "device", "recipe", "weights", "gain", "note")
         return render(f"{counted(rows)} converted", columns, rows) + recipe_legend(recipes)
 
+    def _fused_table(self) -> str:
+        recipes = recipe_labels(module.recipe for module in self.fused)
+        rows = [
+            (
+                module.name,
+                module.class_name,
+                _short(module.replaces),
+                str(module.device),
+                recipes[module.recipe],
+                module.weights,
+                "" if module.gain is None else f"{module.gain:.2f}×",
+                module.note,
+            )
+            for module in self.fused
+        ]
+        columns = ("module", "class", "does the work of", "device", "recipe", "weights")
+        table = render("Fused", (*columns, "gain", "note"), rows)
+        return table + recipe_legend(recipes)
+
+    def _attention_table(self) -> str:
+        recipes = recipe_labels(module.recipe for module in self.attention)
+        rows = [
+            (
+                module.name,
+                module.class_name,
+                recipes[module.recipe],
+                short_backend(module.backend),
+            )
+            for module in self.attention
+        ]
+        table = render("Attention", ("module", "class", "recipe", "backend"), rows)
+        backends = backend_legend(module.backend for module in self.attention)
+        return table + recipe_legend(recipes) + backends
+
+
+def _short(names: Sequence[str]) -> str:
+    """The names, without the parts that all of them begin with."""
+    parts = [name.split(".") for name in names]
+    same = [len(set(step)) == 1 for step in zip(*parts, strict=False)]
+    shared = [*same, False].index(False)
+    return ", ".join(".".join(part[shared:]) for part in parts)
+
 
 def class_name(cls: type) -> str:
     """`cls` with its top package, as people call it: "torch Linear", "quaver Linear"."""
@@ -151,6 +253,17 @@ def recipe_labels(recipes: Iterable[Recipe | None]) -> dict[Recipe | None, str]:
 def recipe_legend(labels: dict[Recipe | None, str]) -> str:
     """The recipes in full, one a line, for below a table that has their labels."""
     return "".join(f"\n{label}: {recipe}" for recipe, label in labels.items() if recipe is not None)
+
+
+def short_backend(backend: str) -> str:
+    """The name of an attention's backend, without the reason for it."""
+    return backend.partition(" (")[0]
+
+
+def backend_legend(backends: Iterable[str]) -> str:
+    """The reasons for backends, one a line, for below a table that has their names."""
+    reasons = [backend for backend in dict.fromkeys(backends) if backend != short_backend(backend)]
+    return "".join(f"\n{reason}" for reason in reasons)
 
 
 def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

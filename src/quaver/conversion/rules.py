@@ -148,6 +148,11 @@ class RuleList:
             return Decision(None, "not among include" if self._only_included else "")
         return decision
 
+    @property
+    def recipes(self) -> list[Recipe]:
+        """The recipes that rules name."""
+        return [e.rule.recipe for e in self._entries if e.rule.recipe is not None]
+
     def unmatched(self) -> tuple[UnmatchedRule, ...]:
         """The rules that decided about no layer, in order; those of the default left out."""
         return tuple(

@@ -6,8 +6,16 @@ import torch
 from torch import nn
 
 from quaver.conversion.errors import ConversionError
-from quaver.conversion.report import counted, recipe_labels, recipe_legend, render
+from quaver.conversion.report import (
+    backend_legend,
+    counted,
+    recipe_labels,
+    recipe_legend,
+    render,
+    short_backend,
+)
 from quaver.devices import fp8_gemm_path
+from quaver.nn import DotProductAttention
 from quaver.nn.weights import QuantizedWeights
 from quaver.recipe import Recipe
 from quaver.scaling import DelayedScalingState, RecipeState
@@ -47,6 +55,28 @@ class LayerStatus:
 
 
 @dataclass(frozen=True)
+class AttentionStatus:
+    """One of Quaver's `DotProductAttention` modules as it is now.
+
+    Args:
+        name: qualified name.
+        class_name: name of its class.
+        recipe: the attached recipe, which quantizes inside of it; None: it does so inside an
+            `autocast` whose recipe has fp8_dpa only.
+        backend: what computes it where no `autocast` has another word, and why.
+        scales_device: where its scales are; None while it has none.
+        calibrated: whether the scales of its operands are known; if not, their own amaxes are used.
+    """
+
+    name: str
+    class_name: str
+    recipe: Recipe | None
+    backend: str
+    scales_device: torch.device | None
+    calibrated: bool
+
+
+@dataclass(frozen=True)
 class ModelStatus:
     """All of Quaver's layers in a model; `str(status)` is a table.
 
@@ -54,15 +84,39 @@ class ModelStatus:
         layers: in the model's order.
         other_linears: how many nn.Linear layers the model has that are not Quaver's.
         weight_bytes: of all parameters of these layers, shared ones counted once.
+        attention: the attention modules.
     """
 
     layers: tuple[LayerStatus, ...]
     other_linears: int
     weight_bytes: int
+    attention: tuple[AttentionStatus, ...] = ()
 
     def __str__(self) -> str:
-        if not self.layers:
-            return f"No layer is Quaver's ({self.other_linears} are nn.Linear)."
+        layers = f"No layer is Quaver's ({self.other_linears} are nn.Linear)."
+        if self.layers:
+            layers = self._layer_table()
+        return f"{layers}\n{self._attention_table()}" if self.attention else layers
+
+    def _attention_table(self) -> str:
+        recipes = recipe_labels(module.recipe for module in self.attention)
+        rows = [
+            (
+                module.name,
+                module.class_name,
+                "high precision" if module.recipe is None else "FP8",
+                recipes[module.recipe],
+                "–" if module.scales_device is None else str(module.scales_device),
+                "yes" if module.calibrated else "no",
+                short_backend(module.backend),
+            )
+            for module in self.attention
+        ]
+        columns = ("attention", "class", "runs in", "recipe", "scales on", "calibrated", "backend")
+        backends = backend_legend(module.backend for module in self.attention)
+        return render("Attention", columns, rows) + recipe_legend(recipes) + backends
+
+    def _layer_table(self) -> str:
         recipes = recipe_labels(layer.recipe for layer in self.layers)
         rows = [
             (
@@ -94,16 +148,18 @@ def status(model: nn.Module) -> ModelStatus:
     """
     if not isinstance(model, nn.Module):
         raise ConversionError(f"model must be an nn.Module, not {type(model).__name__}")
-    layers, others = [], 0
+    layers, attention, others = [], [], 0
     parameters: dict[int, torch.Tensor] = {}
     for name, module in model.named_modules():
         if isinstance(module, QuantizedWeights):
             layers.append(_layer_status(name, module))
             parameters.update((id(p), p) for p in module._parameters.values() if p is not None)
+        elif isinstance(module, DotProductAttention):
+            attention.append(_attention_status(name, module))
         elif isinstance(module, nn.Linear):
             others += 1
     total = sum(_bytes(parameter) for parameter in parameters.values())
-    return ModelStatus(tuple(layers), others, total)
+    return ModelStatus(tuple(layers), others, total, tuple(attention))
 
 
 def _layer_status(name: str, module: QuantizedWeights) -> LayerStatus:
@@ -122,6 +178,18 @@ def _layer_status(name: str, module: QuantizedWeights) -> LayerStatus:
         calibrated=forward is not None and _is_calibrated(forward),
         weight_dtype=_payload_dtype(weight),
         weight_bytes=sum(_bytes(parameter) for parameter in own),
+    )
+
+
+def _attention_status(name: str, module: DotProductAttention) -> AttentionStatus:
+    forward = module.recipe_states.get("forward")
+    return AttentionStatus(
+        name=name,
+        class_name=type(module).__name__,
+        recipe=module.recipe,
+        backend=str(module.backend_for()),
+        scales_device=None if forward is None else forward.device,
+        calibrated=forward is not None and _is_calibrated(forward),
     )
 
 

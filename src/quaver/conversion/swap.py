@@ -13,7 +13,9 @@ from quaver.nn.conv1d import QuantizedConv1D, combined_class
 from quaver.nn.weights import QuantizedWeights
 from quaver.recipe import Recipe
 
-_RECORD = "_quaver_conversion"
+RECORD = "_quaver_conversion"
+"""The attribute of a converted module that holds its `Conversion`."""
+
 # Where an instance may hold its class's forward: accelerate keeps the one that it wraps in
 # `_old_forward`, and puts it back as `forward` when its hook is removed.
 _HELD_FORWARDS = ("forward", "_old_forward")
@@ -85,37 +87,37 @@ def swap_in(module: nn.Module, name: str, recipe: Recipe | None) -> QuantizedWei
         recipe: None attaches nothing, and leaves one that is attached already.
     """
     if isinstance(module, QuantizedWeights):
-        module.__dict__.setdefault(_RECORD, Conversion(None, module.recipe))
+        module.__dict__.setdefault(RECORD, Conversion(None, module.recipe))
         if recipe is not None:
             module.recipe = recipe
         return module
     original = type(module)
-    _set_class(module, _quantized_class(original))
+    set_class(module, _quantized_class(original))
     converted = cast(QuantizedWeights, module)
     converted._init_quantized(recipe)
     converted.qualified_name = name
-    converted.__dict__[_RECORD] = Conversion(original, None)
+    converted.__dict__[RECORD] = Conversion(original, None)
     return converted
 
 
 def swap_out(module: QuantizedWeights) -> None:
     """Undo `swap_in`, but for a quantized weight."""
-    record: Conversion = module.__dict__.pop(_RECORD)
+    record: Conversion = module.__dict__.pop(RECORD)
     if record.original is None:
         module.recipe = record.recipe
         return
     module._drop_quantized()
-    _set_class(module, record.original)
+    set_class(module, record.original)
 
 
 def conversion_of(module: nn.Module) -> Conversion | None:
     """What was done to `module`; None if nothing was."""
-    return module.__dict__.get(_RECORD)
+    return module.__dict__.get(RECORD)
 
 
 def record_quantized(module: nn.Module) -> None:
     """Remember that the conversion quantized the weight, so that the way back dequantizes it."""
-    module.__dict__[_RECORD] = replace(module.__dict__[_RECORD], quantized=True)
+    module.__dict__[RECORD] = replace(module.__dict__[RECORD], quantized=True)
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class Snapshot:
     def restore(self) -> None:
         """Undo what `swap_in` did since."""
         if type(self.module) is not self.cls:
-            _set_class(self.module, self.cls)
+            set_class(self.module, self.cls)
         self.module.__dict__.clear()
         self.module.__dict__.update(self.attributes)
 
@@ -160,8 +162,8 @@ def _is_class_forward(module: nn.Module, held: object) -> bool:
     )
 
 
-def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
-    """`module.__class__ = cls`, along with the bound forwards that the instance itself holds."""
+def set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    """Do `module.__class__ = cls`, along with the bound forwards that the instance itself holds."""
     held = [name for name in _HELD_FORWARDS if _is_class_forward(module, module.__dict__.get(name))]
     module.__class__ = cls
     bound = MethodType(cls.forward, module)

@@ -10,6 +10,7 @@ import torch
 
 from quaver.kernels.door import Kernel, launch
 
+_is_compiling = torch.compiler.is_compiling
 _library = torch.library.Library("quaver", "DEF")
 
 
@@ -30,7 +31,7 @@ def define(kernel: Kernel, schema: str, fake: Callable[..., Any]) -> Callable[..
     operator = getattr(torch.ops.quaver, kernel.name).default
 
     def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return operator(*args)
         return launch(kernel, *args)
 

@@ -19,6 +19,7 @@ from quaver.nn.random import RNGStatesTracker
 from quaver.nn.recompute import checkpoint
 from quaver.nn.rope import RotaryPositionEmbedding
 from quaver.nn.transformer import LayerOptions, TransformerLayer
+from quaver.nn.wgrad import WgradOptions
 
 __all__ = [
     "AttentionOptions",
@@ -40,6 +41,7 @@ __all__ = [
     "RNGStatesTracker",
     "RotaryPositionEmbedding",
     "TransformerLayer",
+    "WgradOptions",
     "checkpoint",
     "quantized_model_init",
 ]

@@ -191,7 +191,7 @@ class QuantizedModule(ExtraStateAsBuffer):
     def _note(self, call: Call, requires_grad: bool) -> None:
         forward, backward = self.recipe_states["forward"], self.recipe_states["backward"]
         forward.group = backward.group = call.group
-        note_forward(call, forward, backward, requires_grad)
+        note_forward(call, forward, backward, requires_grad, self.training)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

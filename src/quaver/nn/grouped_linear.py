@@ -11,6 +11,7 @@ from torch import nn
 
 from quaver.devices import operands_device
 from quaver.functional import dequantized, linear, plain_linear
+from quaver.nn.init import InitMethod
 from quaver.nn.weights import QuantizedWeights
 from quaver.nn.wgrad import WgradOptions
 from quaver.recipe import Recipe
@@ -28,11 +29,14 @@ class GroupedLinear(QuantizedWeights):
         in_features, out_features, bias, device, dtype: as for torch.nn.Linear.
         recipe: in force where no `autocast` names one; None: high precision outside of `autocast`.
         wgrad: where the weights' gradients go and when; None: to autograd, at once.
+        init_method: fills each weight in place, and biases begin with zeros; None: as
+            torch.nn.Linear.
+        return_bias: leave the biases out of the outputs, and return them, too.
 
     Under `quantized_model_init` the weights are quantized tensors.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - torch's and TE's options, all but four by keyword
         self,
         num_gemms: int,
         in_features: int,
@@ -43,8 +47,12 @@ class GroupedLinear(QuantizedWeights):
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
         wgrad: WgradOptions | None = None,
+        init_method: InitMethod | None = None,
+        return_bias: bool = False,
     ) -> None:
         super().__init__()
+        self.init_method = init_method
+        self.return_bias = return_bias
         if num_gemms < 1:
             raise ValueError(f"num_gemms must be at least 1, not {num_gemms}")
         self.num_gemms = num_gemms
@@ -67,10 +75,15 @@ class GroupedLinear(QuantizedWeights):
         self._unquantized_weights()
         bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
         for i in range(self.num_gemms):
-            nn.init.kaiming_uniform_(self._weight(i), a=math.sqrt(5))
-            bias = self._bias(i)
-            if bias is not None:
-                nn.init.uniform_(bias, -bound, bound)
+            weight, bias = self._weight(i), self._bias(i)
+            with torch.no_grad():
+                if self.init_method is not None:
+                    self.init_method(weight)
+                    bound = 0.0
+                else:
+                    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+                if bias is not None:
+                    nn.init.uniform_(bias, -bound, bound)
         self._quantize_drawn_weights()
 
     def _bias(self, gemm: int) -> torch.Tensor | None:
@@ -79,7 +92,7 @@ class GroupedLinear(QuantizedWeights):
 
     def forward(
         self, x: torch.Tensor, m_splits: Sequence[int], is_first_microbatch: bool | None = None
-    ) -> torch.Tensor:
+    ) -> Any:
         """Each group's rows through its own linear.
 
         Args:
@@ -90,7 +103,8 @@ class GroupedLinear(QuantizedWeights):
                 takes what was kept.
 
         Returns:
-            [..., out_features], in x's dtype or that of `torch.autocast`.
+            [..., out_features], in x's dtype or that of `torch.autocast`; with `return_bias` a
+            pair of that without the biases, and the list of them (each None without biases).
 
         Raises:
             ValueError: m_splits does not fit.
@@ -105,7 +119,11 @@ class GroupedLinear(QuantizedWeights):
             outputs = [
                 self._product(rows, i, call, is_first_microbatch) for i, rows in enumerate(groups)
             ]
-            return torch.cat(outputs).reshape(*x.shape[:-1], self.out_features)
+            y = torch.cat(outputs).reshape(*x.shape[:-1], self.out_features)
+            if not self.return_bias:
+                return y
+            biases = [self._bias(i) for i in range(self.num_gemms)]
+            return y, [None if bias is None else bias.to(y.dtype) for bias in biases]
         finally:
             self.end_forward()
 
@@ -128,7 +146,8 @@ class GroupedLinear(QuantizedWeights):
     def _product(
         self, rows: torch.Tensor, gemm: int, call: Call, is_first_microbatch: bool | None
     ) -> torch.Tensor:
-        weight, bias = self.weight_matrix(gemm), self._bias(gemm)
+        weight = self.weight_matrix(gemm)
+        bias = None if self.return_bias else self._bias(gemm)
         if call.quantized:
             return linear(rows, weight, bias, self.weight_plan(call, is_first_microbatch, gemm))
         plain, taker = dequantized(weight), self._taker(is_first_microbatch, gemm)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from contextlib import ContextDecorator
 from types import TracebackType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +14,9 @@ from torch import nn
 from quaver.errors import RecipeError
 from quaver.quantizers import IdentityQuantizer, quantizer_of
 from quaver.recipe import Recipe, Role
+
+InitMethod = Callable[[torch.Tensor], Any]
+"""Fills a weight in place, as the functions of torch.nn.init do."""
 
 
 class InitOptions(NamedTuple):

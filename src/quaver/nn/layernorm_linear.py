@@ -8,7 +8,8 @@ import torch
 
 from quaver.functional import dequantized, plain_linear
 from quaver.functional.norm_linear import norm_linear
-from quaver.nn.prenorm import InitMethod, NormedInput
+from quaver.nn.init import InitMethod
+from quaver.nn.prenorm import NormedInput
 from quaver.nn.wgrad import WgradOptions
 from quaver.recipe import Recipe
 

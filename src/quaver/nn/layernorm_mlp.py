@@ -13,7 +13,8 @@ from quaver.functional.activation import activation as activate
 from quaver.functional.norm_mlp import Activation, Layer, norm_mlp
 from quaver.kernels import is_gated
 from quaver.kernels.activation.names import DEFAULT_ALPHA, DEFAULT_LIMIT
-from quaver.nn.prenorm import InitMethod, NormedInput
+from quaver.nn.init import InitMethod
+from quaver.nn.prenorm import NormedInput
 from quaver.nn.weights import input_slot
 from quaver.nn.wgrad import WgradOptions
 from quaver.recipe import Recipe

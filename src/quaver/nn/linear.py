@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
 from quaver.devices import operands_device
 from quaver.functional import dequantized, linear, plain_linear
+from quaver.nn.init import InitMethod
 from quaver.nn.weights import QuantizedWeights
 from quaver.nn.wgrad import WgradOptions
 from quaver.recipe import Recipe
@@ -25,12 +28,13 @@ class QuantizedLinear(QuantizedWeights):
 
     weight: torch.Tensor
     bias: torch.Tensor | None
+    return_bias: bool = False
 
     def forward_high_precision(self, x: torch.Tensor) -> torch.Tensor:
         """The module's output without quantization."""
         raise NotImplementedError
 
-    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """y = x W^T + b, in FP8 where a recipe is in force.
 
         Args:
@@ -39,7 +43,8 @@ class QuantizedLinear(QuantizedWeights):
                 takes what was kept.
 
         Returns:
-            [..., out_features], in x's dtype or that of `torch.autocast`.
+            [..., out_features], in x's dtype or that of `torch.autocast`; with `return_bias` a
+            pair of that without the bias, and the bias (None without one).
 
         Raises:
             DeviceMismatchError: x and a parameter lie on two devices; nothing ran.
@@ -47,16 +52,28 @@ class QuantizedLinear(QuantizedWeights):
         x = self.prepare_forward(x)
         try:
             call = self.current_call()
-            if call.quantized:
-                return self.forward_quantized(x, self.bias, call, is_first_microbatch)
-            if call.recipe is not None:
-                self._calibrate(x)
-            taker = self._taker(is_first_microbatch)
-            if taker is not None:
-                return plain_linear(x, dequantized(self.weight_matrix()), self.bias, taker)
-            return self.forward_high_precision(x)
+            if not self.return_bias:
+                return self._output(x, self.bias, call, is_first_microbatch)
+            y = self._output(x, None, call, is_first_microbatch)
+            return y, None if self.bias is None else self.bias.to(y.dtype)
         finally:
             self.end_forward()
+
+    def _output(
+        self,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        call: Call,
+        is_first_microbatch: bool | None,
+    ) -> torch.Tensor:
+        if call.quantized:
+            return self.forward_quantized(x, bias, call, is_first_microbatch)
+        if call.recipe is not None:
+            self._calibrate(x)
+        taker = self._taker(is_first_microbatch)
+        if taker is not None or self.return_bias:
+            return plain_linear(x, dequantized(self.weight_matrix()), bias, taker)
+        return self.forward_high_precision(x)
 
     def _calibrate(self, x: torch.Tensor) -> None:
         self.recipe_states["forward"].observe(x.detach(), 0)
@@ -95,11 +112,16 @@ class Linear(QuantizedLinear, nn.Linear):  # type: ignore[misc]
         in_features, out_features, bias, device, dtype: as for torch.nn.Linear.
         recipe: in force where no `autocast` names one; None: high precision outside of `autocast`.
         wgrad: where the weight's gradient goes and when; None: to autograd, at once.
+        init_method: fills the weight in place, and the bias begins with zeros; None: as
+            torch.nn.Linear.
+        return_bias: leave the bias out of y, and return it, too.
 
     Under `quantized_model_init` the weight is a quantized tensor.
     """
 
-    def __init__(
+    init_method: InitMethod | None = None
+
+    def __init__(  # noqa: PLR0913 - torch's and TE's options, all but three by keyword
         self,
         in_features: int,
         out_features: int,
@@ -109,8 +131,12 @@ class Linear(QuantizedLinear, nn.Linear):  # type: ignore[misc]
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
         wgrad: WgradOptions | None = None,
+        init_method: InitMethod | None = None,
+        return_bias: bool = False,
     ) -> None:
         nn.Module.__init__(self)
+        self.init_method = init_method
+        self.return_bias = return_bias
         self._init_quantized(recipe)
         self._init_wgrad(wgrad)
         self._note_init()
@@ -121,7 +147,13 @@ class Linear(QuantizedLinear, nn.Linear):  # type: ignore[misc]
     def reset_parameters(self) -> None:
         """Draw the parameters anew, as torch.nn.Linear does; a quantized weight stays quantized."""
         self._unquantized_weights()
-        super().reset_parameters()
+        if self.init_method is None:
+            super().reset_parameters()
+        else:
+            with torch.no_grad():
+                self.init_method(self.weight)
+                if self.bias is not None:
+                    self.bias.zero_()
         self._quantize_drawn_weights()
 
     def forward(  # type: ignore[override]
@@ -130,7 +162,7 @@ class Linear(QuantizedLinear, nn.Linear):  # type: ignore[misc]
         is_first_microbatch: bool | None = None,
         *,
         input: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> Any:
         """As `QuantizedLinear.forward`; `input=` is x, as for torch.nn.Linear."""
         given = input if x is None else x
         if given is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -13,13 +12,11 @@ from quaver.devices import operands_device
 from quaver.errors import QuaverError, RecipeError
 from quaver.functional import layer_norm, rms_norm
 from quaver.functional.norm_linear import Norm, NormOptions
+from quaver.nn.init import InitMethod
 from quaver.nn.weights import QuantizedWeights
 from quaver.nn.wgrad import WgradOptions
 
 NORMALIZATIONS = ("LayerNorm", "RMSNorm")
-
-InitMethod = Callable[[torch.Tensor], Any]
-"""Fills a weight in place, as the functions of torch.nn.init do."""
 
 
 class NormedInput(QuantizedWeights):

@@ -14,7 +14,9 @@ from quaver.nn.attention.layout import Masks
 from quaver.nn.attention.multihead import Rotary
 from quaver.nn.attention.norms import NormKind
 from quaver.nn.attention.options import AttentionInputs
+from quaver.nn.init import InitMethod
 from quaver.nn.layernorm_mlp import LayerNormMLP
+from quaver.nn.wgrad import WgradOptions
 from quaver.recipe import Recipe
 
 
@@ -68,6 +70,10 @@ class TransformerLayer(nn.Module):
         options: how the parts are put together.
         recipe: of all parts; in force where no `autocast` names one.
         device, dtype: of the parameters.
+        init_method: fills the weights of the projections of queries, keys and values, and the MLP's
+            first, in place, and their biases begin with zeros; None: as torch.nn.Linear.
+        output_layer_init_method: the same for the weights whose outputs are added to the layer's.
+        wgrad: where the weights' gradients go and when; None: to autograd, at once.
 
     Raises:
         ValueError, QuaverError: an option that does not fit.
@@ -98,6 +104,9 @@ class TransformerLayer(nn.Module):
         recipe: Recipe | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        wgrad: WgradOptions | None = None,
     ) -> None:
         super().__init__()
         self.options = options = options or LayerOptions()
@@ -107,6 +116,8 @@ class TransformerLayer(nn.Module):
         self._check_options()
         norms: dict[str, Any] = asdict(NormKind(normalization, eps, zero_centered_gamma))
         common: dict[str, Any] = {"bias": bias, "recipe": recipe, "device": device, "dtype": dtype}
+        common |= {"init_method": init_method, "wgrad": wgrad}
+        common["output_layer_init_method"] = output_layer_init_method
         heads: dict[str, Any] = {
             "num_gqa_groups": num_gqa_groups,
             "attention_dropout": attention_dropout,
@@ -209,6 +220,13 @@ class TransformerLayer(nn.Module):
         elif encoder_output is not None or enc_dec_attn_mask is not None:
             raise ValueError('encoder_output and its mask need layer_type="decoder", not "encoder"')
         return self._output(self._added(self.layernorm_mlp(x, is_first_microbatch), x))
+
+    def backward_dw(self) -> None:
+        """Compute the weights' gradients that `delay_wgrad_compute` has put off, the last first."""
+        self.layernorm_mlp.backward_dw()
+        if self.inter_attention is not None:
+            self.inter_attention.backward_dw()
+        self.self_attention.backward_dw()
 
     def _lengths(self, core: AttentionInputs) -> tuple[AttentionInputs, AttentionInputs]:
         """What self attention takes, and the attention to the encoder."""

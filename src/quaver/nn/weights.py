@@ -50,6 +50,7 @@ class QuantizedWeights(QuantizedModule):
             call.outer,
             override=None if call.recipe is None else call.recipe.backward_override,
             gemm=gemm,
+            drawn=call.drawn,
         )
 
     def weight_plan(
@@ -75,9 +76,15 @@ class QuantizedWeights(QuantizedModule):
         weight = self.weight_matrix(plan.gemm)
         cache = self._weight_cache or {}
         kept = cache.get(plan.gemm)
-        if is_first_microbatch or kept is None or not _lies_on(kept, weight.device):
+        turned = torch.is_grad_enabled() and plan.override is None  # a backward multiplies with it
+        if (
+            is_first_microbatch
+            or kept is None
+            or not _lies_on(kept, weight.device)
+            or (turned and kept.columnwise is None)
+        ):
             with torch.inference_mode(False), torch.no_grad():
-                kept = quantize_weight(weight, plan, columnwise=True)
+                kept = quantize_weight(weight, plan, columnwise=turned)
             self._weight_cache = {**cache, plan.gemm: kept}  # replicas share the old one
         return kept
 

@@ -40,16 +40,19 @@ class BackwardPasses:
 
     def join(self) -> Used:
         """What the running pass has used; its first caller queues the callback at its end."""
-        task = torch._C._current_graph_task_id()
         with self._lock:
-            running = self._running.get(task)
-            if running is None:
-                alive = _Alive()
-                running = self._running[task] = _Pass(Used(), weakref.ref(alive))
-                if task != -1:
-                    engine = torch.autograd.Variable._execution_engine
-                    engine.queue_callback(lambda: self._end(task, alive))
-            return running.used
+            return self._joined()
+
+    def _joined(self) -> Used:
+        task = torch._C._current_graph_task_id()
+        running = self._running.get(task)
+        if running is None:
+            alive = _Alive()
+            running = self._running[task] = _Pass(Used(), weakref.ref(alive))
+            if task != -1:
+                engine = torch.autograd.Variable._execution_engine
+                engine.queue_callback(lambda: self._end(task, alive))
+        return running.used
 
     def note(self, state: DelayedScalingState, outer: Used | None) -> None:
         """A backward node has recorded amaxes in `state`: finalize it when the pass has ended.
@@ -59,8 +62,8 @@ class BackwardPasses:
                 Reentrant checkpointing runs such nodes in nested passes, and the scales must be
                 updated once.
         """
-        used = self.join() if outer is None else outer
         with self._lock:
+            used = self._joined() if outer is None else outer
             used.add(state, RECORDED)
 
     def _end(self, task: int, alive: _Alive) -> None:

@@ -27,6 +27,8 @@ class Call(NamedTuple):
         again: in a recomputation, the scales that the first run used, if they have changed since.
         outer: in a recomputation: what the backward pass around it has used.
         own_region: the region that this call opened for itself.
+        drawn: in a recomputation, the numbers that the first run drew for its random bits, one a
+            product; empty where its graph, which is the one that goes on, has them. None: draw.
     """
 
     recipe: Recipe | None
@@ -36,6 +38,7 @@ class Call(NamedTuple):
     again: Scales | None = None
     outer: Used | None = None
     own_region: Region | None = None
+    drawn: tuple[torch.Tensor, ...] | None = None
 
 
 HIGH_PRECISION = Call(None)
@@ -101,12 +104,18 @@ def close_call_region(module: Any) -> None:
 
 
 def note_forward(
-    call: Call, forward: RecipeState, backward: RecipeState, requires_grad: bool
+    call: Call,
+    forward: RecipeState,
+    backward: RecipeState,
+    requires_grad: bool,
+    training: bool = False,
 ) -> None:
     """Note the states that a quantized or calibrating forward is about to use.
 
     Args:
         requires_grad: whether its input requires grad.
+        training: whether the module is in training mode. Then a forward without grad mode may be
+            the first run of a reentrant checkpoint, and takes its numbers for random bits in turn.
     """
     compiling = torch.compiler.is_compiling()
     if call.outer is not None:
@@ -129,7 +138,10 @@ def note_forward(
     if not compiling and may_be_repeated(grad := torch.is_grad_enabled()):
         recipe = call.recipe if call.quantized else None
         forward.keep_scales()
-        forward.uses.note(Use(recipe, call.group, forward.updates, call.record != SEEN, grad))
+        recorded, passes = call.record != SEEN, backward_passes()
+        forward.uses.note(Use(recipe, call.group, forward.updates, recorded, grad, passes))
+        if call.quantized and training and not grad:
+            forward.uses.reserve(backward.draws())
 
 
 def note_high_precision(forward: RecipeState) -> None:
@@ -151,5 +163,6 @@ def _recomputation(state: RecipeState | None) -> Call | None:
         return HIGH_PRECISION
     record = SEEN if use.recorded else RECORDED
     scales = state.scales_at(use.updates)
-    outer = backward_passes().join()
-    return Call(use.recipe, True, record, use.group, again=scales, outer=outer)
+    outer = use.passes.join()  # of the first run's thread: devices' own threads share it
+    drawn = () if use.grad else state.uses.reserved()
+    return Call(use.recipe, True, record, use.group, again=scales, outer=outer, drawn=drawn)

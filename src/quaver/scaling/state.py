@@ -152,6 +152,12 @@ class RecipeState:
         """The number of this forward, int64 [1], where its backward draws random bits."""
         return None
 
+    def draws(self) -> tuple[torch.Tensor, ...]:
+        """`draw` once a product; empty where nothing draws random bits."""
+        products = self.num_quantizers // len(self.slot_names)
+        drawn = (self.draw() for _ in range(products))
+        return tuple(number for number in drawn if number is not None)
+
     def last_number(self) -> int | None:
         """The number of the last forward, where there are any."""
         return None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -43,6 +44,7 @@ from quaver.nn.attention.layout import (
     real_tokens,
 )
 from quaver.nn.base import QuantizedModule
+from quaver.nn.random import RNGStatesTracker
 from quaver.recipe import Recipe
 from quaver.scaling import backward_passes
 from quaver.scaling.te_state import te_bytes
@@ -72,6 +74,8 @@ class DotProductAttention(QuantizedModule):
         recipe: in force where no `autocast` names one; it must have fp8_dpa=True. Then Q, K, V, the
             attention's weights and its output are quantized, and the gradients of the output and of
             q k^T, each with a scale of this module's.
+        get_rng_state_tracker: gives the tracker whose stream "model-parallel-rng" the dropout draws
+            from, so that ranks with other heads drop others; None: from the default stream.
         device: of the parameter of "learnable"; everything else is on the input's device.
 
     Raises:
@@ -102,6 +106,7 @@ class DotProductAttention(QuantizedModule):
         softmax_type: str = "vanilla",
         backend: str = "auto",
         recipe: Recipe | None = None,
+        get_rng_state_tracker: Callable[[], RNGStatesTracker] | None = None,
         device: torch.device | str | int | None = None,
     ) -> None:
         super().__init__()
@@ -119,6 +124,7 @@ class DotProductAttention(QuantizedModule):
         self.qkv_format = qkv_format
         self.softmax_type = softmax_type
         self.backend = backend
+        self.get_rng_state_tracker = get_rng_state_tracker
         self._check_options()
         offset = None
         if softmax_type == "learnable":
@@ -320,10 +326,16 @@ class DotProductAttention(QuantizedModule):
         # The backends say themselves what they round, whatever torch.autocast would.
         device_type = query.device.type
         on = autocast_dtype(device_type) is not None
-        with torch.autocast(device_type, enabled=False) if on else nullcontext():
+        autocast = torch.autocast(device_type, enabled=False) if on else nullcontext()
+        with autocast, self._dropout_stream(scores):
             if backend.name == "sdpa":
                 return sdpa_attention(query, key, value, scores)
             return reference_attention(query, key, value, scores, plan)
+
+    def _dropout_stream(self, scores: Scores) -> AbstractContextManager[None]:
+        if self.get_rng_state_tracker is None or scores.dropout == 0:
+            return nullcontext()
+        return self.get_rng_state_tracker().fork()
 
     def _scores(self, pattern: Pattern, bias: torch.Tensor | None) -> Scores:
         sink: torch.Tensor | None = self.softmax_offset

@@ -15,8 +15,11 @@ from quaver.nn.attention.inference import InferenceParams
 from quaver.nn.attention.layout import Masks
 from quaver.nn.attention.norms import NormKind
 from quaver.nn.attention.options import AttentionInputs, AttentionOptions
+from quaver.nn.init import InitMethod
 from quaver.nn.layernorm_linear import LayerNormLinear
 from quaver.nn.linear import Linear
+from quaver.nn.weights import QuantizedWeights
+from quaver.nn.wgrad import WgradOptions
 from quaver.recipe import Recipe
 
 Rotary = torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None
@@ -35,10 +38,15 @@ class MultiheadAttention(nn.Module):
         input_layernorm: normalize hidden_states first (not encoder_output), by `normalization`,
             "LayerNorm" or "RMSNorm", `eps` and `zero_centered_gamma` (1 + weight multiplies).
         return_layernorm_output: return what `input_layernorm` gives, too.
+        return_bias: leave the last projection's bias out, and return it, too.
         options: the rest.
         recipe: of the projections, and of the attention itself if it has fp8_dpa; in force where no
             `autocast` names one.
         device, dtype: of the parameters.
+        init_method: fills the weights of the projections of queries, keys and values in place, and
+            their biases begin with zeros; None: as torch.nn.Linear.
+        output_layer_init_method: the same for the last projection.
+        wgrad: where the weights' gradients go and when; None: to autograd, at once.
 
     Raises:
         ValueError, RecipeError: an option that does not fit.
@@ -60,10 +68,14 @@ class MultiheadAttention(nn.Module):
         eps: float = 1e-5,
         zero_centered_gamma: bool = False,
         return_layernorm_output: bool = False,
+        return_bias: bool = False,
         options: AttentionOptions | None = None,
         recipe: Recipe | None = None,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
+        init_method: InitMethod | None = None,
+        output_layer_init_method: InitMethod | None = None,
+        wgrad: WgradOptions | None = None,
     ) -> None:
         super().__init__()
         self.options = options = options or AttentionOptions()
@@ -72,6 +84,7 @@ class MultiheadAttention(nn.Module):
         self.channels = options.kv_channels or hidden_size // num_attention_heads
         self.input_layernorm = input_layernorm
         self.return_layernorm_output = return_layernorm_output
+        self.return_bias = return_bias
         norm = NormKind(normalization, eps, zero_centered_gamma)
         self._check_options(hidden_size, num_attention_heads, norm)
         self.core_attention = DotProductAttention(
@@ -85,17 +98,19 @@ class MultiheadAttention(nn.Module):
             qkv_format=qkv_format,
             softmax_type=options.softmax_type,
             backend=options.backend,
+            get_rng_state_tracker=options.get_rng_state_tracker,
             recipe=recipe if recipe is not None and recipe.fp8_dpa else None,
             device=device,
         )
         queries = num_attention_heads * self.channels
         keys = self.core_attention.num_gqa_groups * self.channels
         self.widths = {"query": queries, "key": keys, "value": keys}
-        place: dict[str, Any] = {"device": device, "dtype": dtype, "recipe": recipe}
-        self._add_projections(hidden_size, bias, norm, place)
+        place: dict[str, Any] = {"device": device, "dtype": dtype, "recipe": recipe, "wgrad": wgrad}
+        self._add_projections(hidden_size, bias, norm, {**place, "init_method": init_method})
         self.q_norm = head_norm(options.qk_norm, self.channels, device, dtype)
         self.k_norm = head_norm(options.qk_norm, self.channels, device, dtype)
-        self.proj = Linear(queries, hidden_size, bias, **place)
+        last: dict[str, Any] = {"init_method": output_layer_init_method, "return_bias": return_bias}
+        self.proj = Linear(queries, hidden_size, bias, **last, **place)
 
     def _check_options(self, hidden_size: int, heads: int, norm: NormKind) -> None:
         if self.attention_type not in ("self", "cross"):
@@ -172,7 +187,8 @@ class MultiheadAttention(nn.Module):
             **core: what `DotProductAttention` takes besides, such as cu_seqlens_q.
 
         Returns:
-            The form of hidden_states; with `return_layernorm_output` a pair with the normed input.
+            The form of hidden_states; with `return_bias` or `return_layernorm_output` a tuple of
+            that, then the last bias (None without one), then the normed input.
 
         Raises:
             ValueError: inputs that do not fit.
@@ -191,7 +207,16 @@ class MultiheadAttention(nn.Module):
             key, value = self._keep(inference_params, key, value)
         out = self.core_attention(query, key, value, attention_mask, **core)
         projected = self.proj(out, is_first_microbatch)
-        return (projected, parts["normed"]) if self.return_layernorm_output else projected
+        results = projected if self.return_bias else (projected,)
+        if self.return_layernorm_output:
+            results = (*results, parts["normed"])
+        return results if len(results) > 1 else results[0]
+
+    def backward_dw(self) -> None:
+        """Compute the weights' gradients that `delay_wgrad_compute` has put off, the last first."""
+        for module in reversed(list(self.children())):
+            if isinstance(module, QuantizedWeights):
+                module.backward_dw()
 
     def _check(
         self, encoder_output: torch.Tensor | None, inference_params: InferenceParams | None

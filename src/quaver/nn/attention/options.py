@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypedDict, get_args
 
 import torch
 
 from quaver.functional.attention.masks import Window
+from quaver.nn.random import RNGStatesTracker
 
 Normalization = Literal["LayerNorm", "RMSNorm", "L2Normalization"]
 
@@ -46,6 +48,7 @@ class AttentionOptions:
             attention one for keys and values); otherwise three.
         qk_norm: of queries and keys; None: none.
         rotary_interleaved: the pairs of the rotary position embedding are neighbouring features.
+        get_rng_state_tracker: as for `DotProductAttention`.
     """
 
     kv_channels: int | None = None
@@ -56,6 +59,7 @@ class AttentionOptions:
     fuse_qkv_params: bool = True
     qk_norm: QKNorm | None = None
     rotary_interleaved: bool = False
+    get_rng_state_tracker: Callable[[], RNGStatesTracker] | None = None
 
 
 class AttentionInputs(TypedDict, total=False):
