@@ -8,7 +8,8 @@ from torch import nn
 
 import quaver as qv
 from quaver import ops
-from quaver.ops.fuser import LinearBias, OperationFuser, fuse
+from quaver.ops.fuser import OperationFuser, fuse
+from quaver.ops.fusions.linear import FusedLinear
 from quaver.recipe import DelayedScaling
 from quaver.testing import launches
 from tests.samples import normal
@@ -30,7 +31,7 @@ def unfused(model: ops.Sequential) -> ops.Sequential:
     twin = copy.deepcopy(model)
     for operation in twin:
         operation.register_forward_hook(lambda *args: None)
-    assert not any(isinstance(step, LinearBias) for step in fuse(list(twin)))
+    assert not any(isinstance(step, FusedLinear) for step in fuse(list(twin)))
     return twin
 
 
@@ -48,7 +49,7 @@ def test_the_fusion_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bias is not called, and one product with a bias takes the place of two operations."""
     model = chain()
     steps = fuse(list(model))
-    assert [type(each) for each in steps] == [LinearBias]
+    assert [type(each) for each in steps] == [FusedLinear]
     called = []
     monkeypatch.setattr(ops.Bias, "__call__", lambda self, x: called.append(x))
     with launches() as log:

@@ -96,3 +96,12 @@ def test_linear_is_quavers_as_an_operation() -> None:
     with launches() as log:
         assert op(normal(5, 30)).shape == (5, 12)
     assert "scaled_mm" in [entry.kernel for entry in log]
+
+
+def test_operations_pass_on_one_tensor() -> None:
+    for kind in (ops.Linear, ops.GroupedLinear, ops.BasicLinear):
+        with pytest.raises(TypeError, match="return_bias"):
+            kind(3, 30, 12, return_bias=True)
+    op = ops.Linear(30, 12, init_method=nn.init.ones_)
+    assert op.weight.eq(1).all()
+    assert op.bias.eq(0).all()

@@ -9,15 +9,13 @@ from torch import nn
 
 from quaver.devices import on_device, operands_device
 from quaver.functional import dequantized
-from quaver.nn.init import current_init, quantize_parameter
+from quaver.nn.init import InitMethod, current_init, quantize_parameter
 from quaver.nn.linear import Linear as LinearModule
 from quaver.nn.linear import QuantizedLinear
+from quaver.nn.wgrad import WgradOptions
+from quaver.ops.operation import FusibleOperation
 from quaver.recipe import DEFAULT_RECIPE, Recipe
 from quaver.tensors import QuantizedTensor
-
-
-class FusibleOperation(nn.Module):
-    """Mark of a module that `Sequential` may compute together with its neighbours."""
 
 
 class BasicLinear(QuantizedLinear, FusibleOperation):
@@ -105,4 +103,33 @@ class Bias(FusibleOperation):
 
 
 class Linear(LinearModule, FusibleOperation):  # type: ignore[misc]
-    """y = x W^T + b as a fusible operation; arguments as for `quaver.Linear`."""
+    """y = x W^T + b as a fusible operation.
+
+    Args:
+        in_features, out_features, bias, device, dtype, recipe, wgrad, init_method: as for
+            `quaver.Linear`. Its `return_bias` is not here, since operations pass on one tensor: put
+            a Bias behind instead.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        recipe: Recipe | None = None,
+        wgrad: WgradOptions | None = None,
+        init_method: InitMethod | None = None,
+    ) -> None:
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            device=device,
+            dtype=dtype,
+            recipe=recipe,
+            wgrad=wgrad,
+            init_method=init_method,
+        )

@@ -2,79 +2,108 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import nn
-from torch.nn.modules import module as module_globals
+from torch.utils.hooks import RemovableHandle
 
-from quaver.devices import on_device, operands_device
-from quaver.ops.basic import BasicLinear, Bias, FusibleOperation
+from quaver.devices import on_device
+from quaver.errors import QuaverError
+from quaver.ops.fusions.rules import BUILT_IN, Rule
+from quaver.ops.operation import (
+    FusedOperation,
+    FusibleOperation,
+    Step,
+    basic_operations,
+    call_in_turn,
+    check_extra_inputs,
+    is_hooked,
+    results,
+)
 
-Step = Callable[[torch.Tensor], torch.Tensor]
+_first: OrderedDict[int, Rule] = OrderedDict()
+_last: OrderedDict[int, Rule] = OrderedDict()
 
 
-class LinearBias:
-    """BasicLinear followed by Bias in one product with the bias added in it."""
+def register_fusion(rule: Rule, *, prepend: bool = False) -> RemovableHandle:
+    """Let the fuser apply a rule of yours.
 
-    def __init__(self, linear: BasicLinear, bias: Bias) -> None:
-        self.linear = linear
-        self.bias = bias
+    Args:
+        rule: a pure function from a list of operations to a list in which some of them are replaced
+            by a `FusedOperation` that stands for the same operations in the same order. It is
+            called on each forward, and must look at nothing but the list. What was fused by earlier
+            rules stands in it as their FusedOperation. Hooked operations never do.
+        prepend: apply it before the built-in rules; otherwise after them. In either place rules
+            apply in the order in which they were registered.
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """As `bias(linear(x))`."""
-        linear, bias = self.linear, self.bias.bias
-        operands_device(("x", "weight", "bias"), (x, linear.weight, bias))
-        x = linear.prepare_forward(x)
-        try:
-            call = linear.current_call()
-            if call.quantized:
-                return linear.forward_quantized(x, bias, call)
-        finally:
-            linear.end_forward()
-        y: torch.Tensor = self.bias(linear(x))
-        return y
+    Returns:
+        A handle whose `remove()` takes the rule out again.
+
+    Raises:
+        QuaverError: `rule` cannot be called.
+    """
+    if not callable(rule):
+        raise QuaverError(f"a fusion must be a function of a list of operations, not {rule!r}")
+    rules = _first if prepend else _last
+    handle = RemovableHandle(rules)
+    rules[handle.id] = rule
+    return handle
 
 
 def fuse(operations: Sequence[FusibleOperation]) -> list[Step]:
     """The steps that compute `operations`, in order.
 
-    An operation that somebody has hooked into (a hook, a replaced or overridden forward) is called
-    as it is, so that what was added runs.
+    An operation that somebody has hooked into (a hook, a replaced forward) is called as it is, so
+    that what was added runs; rules see the runs of operations between such ones.
+
+    Raises:
+        QuaverError: a registered fusion leaves out, adds or reorders operations.
     """
     steps: list[Step] = []
-    i = 0
-    while i < len(operations):
-        operation = operations[i]
-        following = operations[i + 1] if i + 1 < len(operations) else None
-        if (
-            isinstance(operation, BasicLinear)
-            and isinstance(following, Bias)
-            and not (_hooked(operation) or _hooked(following))
-        ):
-            steps.append(LinearBias(operation, following))
-            i += 2
+    run: list[Step] = []
+    for operation in operations:
+        if is_hooked(operation):
+            steps += [*_rewritten(run), operation]
+            run = []
         else:
-            steps.append(operation)
-            i += 1
-    return steps
+            run.append(operation)
+    return steps + _rewritten(run)
 
 
-def _hooked(module: nn.Module) -> bool:
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    everywhere = (
-        module_globals._global_forward_hooks,
-        module_globals._global_forward_pre_hooks,
-        module_globals._global_backward_hooks,
-        module_globals._global_backward_pre_hooks,
-    )
-    overridden = type(module).forward not in (BasicLinear.forward, Bias.forward)
-    return any(hooks) or any(everywhere) or overridden or "forward" in module.__dict__
+def _rewritten(run: list[Step]) -> list[Step]:
+    for rule in _first.values():
+        run = _checked(rule, run)
+    for rule in BUILT_IN:
+        run = rule(run)
+    for rule in _last.values():
+        run = _checked(rule, run)
+    return run
+
+
+def _checked(rule: Rule, steps: list[Step]) -> list[Step]:
+    """What a registered rule makes of `steps`, if that stands for the same operations."""
+    result = rule(list(steps))
+    name = getattr(rule, "__name__", repr(rule))
+    if not isinstance(result, list) or not all(
+        isinstance(step, FusibleOperation | FusedOperation) for step in result
+    ):
+        raise QuaverError(
+            f"the fusion {name} must return a list of FusibleOperation and FusedOperation, "
+            f"not {result!r}"
+        )
+    before, after = basic_operations(steps), basic_operations(result)
+    if len(before) != len(after) or any(a is not b for a, b in zip(before, after, strict=True)):
+        raise QuaverError(
+            f"the fusion {name} must return steps that stand for {_names(before)}, in this order, "
+            f"not for {_names(after)}"
+        )
+    return result
+
+
+def _names(operations: Sequence[FusibleOperation]) -> str:
+    return f"[{', '.join(type(operation).__name__ for operation in operations)}]"
 
 
 class OperationFuser:
@@ -87,9 +116,30 @@ class OperationFuser:
     def __init__(self, operations: Sequence[FusibleOperation]) -> None:
         self.steps = fuse(operations)
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """The output of the last operation; the current device is restored, also on an error."""
+    @property
+    def num_extra_inputs(self) -> int:
+        """How many extra tensors the operations take."""
+        return sum(step.num_extra_inputs for step in self.steps)
+
+    @property
+    def num_extra_outputs(self) -> int:
+        """How many extra tensors the operations return."""
+        return sum(step.num_extra_outputs for step in self.steps)
+
+    def __call__(self, x: torch.Tensor, *extra_inputs: torch.Tensor) -> Any:
+        """The output of the last operation; the current device is restored, also on an error.
+
+        Args:
+            x: the first operation's input.
+            extra_inputs: those of the operations that take some, in their order.
+
+        Returns:
+            y, or if operations have extra outputs a tuple of y and those, in their order.
+
+        Raises:
+            QuaverError: another number of extra inputs.
+        """
+        check_extra_inputs(self.steps, extra_inputs)
         with on_device(x.device):
-            for step in self.steps:
-                x = step(x)
-        return x
+            y, extra_outputs = call_in_turn(self.steps, x, extra_inputs)
+        return results(y, extra_outputs)

@@ -270,3 +270,16 @@ def test_fusible_operations(te: ModuleType, devices: Devices) -> None:
     assert te.ops.Linear(4, 4).weight.device == devices[0]
     with pytest.raises(qv.QuaverError, match="accumulate_into_main_grad"):
         te.ops.Linear(4, 4, accumulate_into_main_grad=True)
+
+
+def test_operations_with_options_that_scripts_pass(te: ModuleType, devices: Devices) -> None:
+    norm = te.ops.RMSNorm(16, sm_margin=0)
+    assert norm.eps == 1e-5
+    assert norm.weight.device == te.ops.LayerNorm(16).weight.device == devices[0]
+    model = te.ops.Sequential(
+        te.ops.MakeExtraOutput(in_place=True), norm, te.ops.AddExtraInput(in_place=True)
+    )
+    x = torch.randn(4, 16, device=devices[0])
+    y, again = model(x, torch.ones(4, 16, device=devices[0]))
+    torch.testing.assert_close(y, 1 + nn.functional.rms_norm(x, (16,), eps=1e-5))
+    assert torch.equal(again, x)

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from quaver import nn as native
-from quaver.functional import dequantized, plain_linear
 from quaver.integrations.transformer_engine.base import TransformerEngineBaseModule
 from quaver.integrations.transformer_engine.options import (
     DeviceLike,
@@ -34,7 +33,6 @@ class Linear(TransformerEngineBaseModule, native.Linear):  # type: ignore[misc]
     """
 
     use_bias = True
-    return_bias = False
     parallel_mode: str | None = None
 
     def __init__(
@@ -101,23 +99,11 @@ class Linear(TransformerEngineBaseModule, native.Linear):  # type: ignore[misc]
     ) -> Any:
         """y = inp W^T + b; with `return_bias` inp W^T, and b (empty if there is none)."""
         refuse_unknown("Linear.forward", {"fp8_output": fp8_output, "fp8_grad": fp8_grad})
+        result = native.QuantizedLinear.forward(self, inp, is_first_microbatch)
         if not self.return_bias:
-            return native.QuantizedLinear.forward(self, inp, is_first_microbatch)
-        y = self._without_bias(inp, is_first_microbatch)
-        return y, y.new_empty(0) if self.bias is None else self.bias.to(y.dtype)
-
-    def _without_bias(self, inp: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
-        x = self.prepare_forward(inp)
-        try:
-            call = self.current_call()
-            if call.quantized:
-                return self.forward_quantized(x, None, call, is_first_microbatch)
-            if call.recipe is not None:
-                self._calibrate(x)
-            taker = self._taker(is_first_microbatch)
-            return plain_linear(x, dequantized(self.weight_matrix()), None, taker)
-        finally:
-            self.end_forward()
+            return result
+        y, bias = result
+        return y, y.new_empty(0) if bias is None else bias
 
 
 @transformer_engine_name("transformer_engine.pytorch.module.grouped_linear")
@@ -172,15 +158,10 @@ class GroupedLinear(TransformerEngineBaseModule, native.GroupedLinear):
         self._unquantized_weights()
         for i in range(self.num_gemms):
             self._weight_init(self._weight(i))
-            bias = native.GroupedLinear._bias(self, i)
+            bias = self._bias(i)
             if bias is not None:
                 nn.init.zeros_(bias)
         self._quantize_drawn_weights()
-
-    def _bias(self, gemm: int) -> torch.Tensor | None:
-        # Asked for by the products: a bias that is returned is not added.
-        returned = self.__dict__.get("return_bias", False)
-        return None if returned else native.GroupedLinear._bias(self, gemm)
 
     def forward(
         self,
@@ -189,8 +170,8 @@ class GroupedLinear(TransformerEngineBaseModule, native.GroupedLinear):
         is_first_microbatch: bool | None = None,
     ) -> Any:
         """Each group's rows; with `return_bias` without the biases, and a list of them."""
-        y = native.GroupedLinear.forward(self, inp, m_splits, is_first_microbatch)
+        result = native.GroupedLinear.forward(self, inp, m_splits, is_first_microbatch)
         if not self.return_bias:
-            return y
-        biases = [native.GroupedLinear._bias(self, i) for i in range(self.num_gemms)]
-        return y, [y.new_empty(0) if b is None else b.to(y.dtype) for b in biases]
+            return result
+        y, biases = result
+        return y, [y.new_empty(0) if bias is None else bias for bias in biases]

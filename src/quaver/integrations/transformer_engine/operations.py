@@ -103,7 +103,62 @@ class Bias(native.Bias):
         super().__init__(size, device=chosen_device(device), dtype=dtype)
 
 
+@transformer_engine_name(_NAME)
+class RMSNorm(native.RMSNorm):
+    """quaver.ops.RMSNorm; `sm_margin` is a hint for kernels and means nothing here."""
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        *,
+        eps: float = 1e-5,
+        device: DeviceLike = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: Any = 0,
+    ) -> None:
+        super().__init__(
+            normalized_shape,
+            eps,
+            device=chosen_device(device),
+            dtype=dtype,
+            zero_centered_gamma=zero_centered_gamma,
+        )
+
+
+@transformer_engine_name(_NAME)
+class LayerNorm(native.LayerNorm):
+    """quaver.ops.LayerNorm; `sm_margin` is a hint for kernels and means nothing here."""
+
+    def __init__(
+        self,
+        normalized_shape: int,
+        *,
+        eps: float = 1e-5,
+        device: DeviceLike = None,
+        dtype: torch.dtype | None = None,
+        zero_centered_gamma: bool = False,
+        sm_margin: Any = 0,
+    ) -> None:
+        super().__init__(
+            normalized_shape,
+            eps,
+            device=chosen_device(device),
+            dtype=dtype,
+            zero_centered_gamma=zero_centered_gamma,
+        )
+
+
+@transformer_engine_name(_NAME)
+class MakeExtraOutput(native.MakeExtraOutput):
+    """quaver.ops.MakeExtraOutput; with or without `in_place` the gradients' sum is the same."""
+
+    def __init__(self, *, in_place: bool = False) -> None:
+        super().__init__()
+
+
 def contents() -> dict[str, Any]:
     """The names of the module."""
+    own = (BasicLinear, Linear, Bias, RMSNorm, LayerNorm, MakeExtraOutput)
     names = {name: getattr(native, name) for name in native.__all__}
-    return {**names, "BasicLinear": BasicLinear, "Linear": Linear, "Bias": Bias}
+    return {**names, **{kind.__name__: kind for kind in own}}
