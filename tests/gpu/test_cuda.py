@@ -11,6 +11,12 @@ from quaver.testing import launches
 
 pytestmark = pytest.mark.gpu
 
+FAST_SUMS = 2.0**-11
+"""How far, of the largest value, the sums of Hopper's tensor cores may be from float32's.
+
+Products are aligned to the largest and cut to some 14 bits before they are added.
+"""
+
 RECIPE = qv.recipe.DelayedScaling(amax_history_len=4)
 
 
@@ -54,7 +60,8 @@ def test_casts_and_dequantized_values_equal_the_cpu_s(cuda, dtype, fp8, scale):
 
 
 def _bits(tensor: torch.Tensor) -> np.ndarray:
-    return tensor.cpu().contiguous().view(torch.uint8).numpy()
+    # reshape: a dimension of one value may have any stride
+    return tensor.cpu().reshape(-1).contiguous().view(torch.uint8).numpy()
 
 
 def _train(device: torch.device, steps: int = 4) -> dict[str, torch.Tensor]:
@@ -81,6 +88,8 @@ def test_training_has_the_cpu_s_scales_and_its_outputs_within_float32_rounding(c
     for name, value in theirs.items():
         if name.startswith(("scale", "history")):
             assert torch.equal(ours[name], value), name
+        elif name.startswith("y"):
+            assert (ours[name] - value).abs().max() <= FAST_SUMS * value.abs().max(), name
         else:  # same FP8 operands; sums of 96 or 32 products in another order
             torch.testing.assert_close(ours[name], value, rtol=1e-5, atol=96 * 2**-24 * 100)
 
@@ -189,7 +198,7 @@ def test_every_recipe_has_the_cpu_s_outputs_and_gradients(cuda, recipe):
         y.square().sum().backward()
         assert all(entry.device == device for entry in log)
         results.append([t.cpu() for t in (y.detach(), x.grad, layer.weight.grad)])
-    # y differs by the order of its sums; where that moves a gradient across a rounding step of the
+    # y differs by how it is summed; where that moves a gradient across a rounding step of the
     # format, a few elements move by a step.
-    for ours, theirs, bound in zip(*results, (1e-6, 2e-2, 2e-2), strict=True):
+    for ours, theirs, bound in zip(*results, (FAST_SUMS, 2e-2, 2e-2), strict=True):
         assert (ours - theirs).norm() <= bound * theirs.norm()

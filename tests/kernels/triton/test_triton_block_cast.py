@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from quaver import kernels
-from tests.kernels.triton.blocks import CASES, amaxes, check_block_cast, several_tiles
+from quaver.kernels.block_cast import blocks
+from tests.kernels.triton.blocks import CASES, amaxes, check_block_cast, matrix, several_tiles
 from tests.kernels.triton.per_tensor import check
 from tests.samples import FORMATS, normal
 
@@ -55,3 +56,16 @@ def test_dequantizing_from_any_strides(dim: int) -> None:
 def test_another_block_dim_is_refused() -> None:
     with pytest.raises(ValueError, match="block_dim must be 1"):
         kernels.block_cast(normal(4, 4), E4M3, 3, True, 0.0, True, True)
+
+
+@pytest.mark.parametrize("name", ["ragged", "transposed", "tiles_of_128"])
+def test_scales_that_lie_by_blocks_as_on_gpus(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "runs_triton", lambda kind: True)
+    x = (name, torch.bfloat16)
+    check_block_cast(x, E4M3, 1, True, 0.0, CPU)
+    row, row_scale, col, col_scale = kernels.block_cast(
+        matrix(*x, CPU), E4M3, 1, True, 0.0, True, True
+    )
+    for data, scale in ((row, row_scale), (col, col_scale)):
+        assert data.is_contiguous()
+        assert scale.t().is_contiguous()
