@@ -17,18 +17,26 @@ def device_ms(function: Callable[[], object], repeat_ms: int = 300) -> float:
     return float(do_bench(function, warmup=50, rep=repeat_ms, return_mode="median"))
 
 
-def host_us(function: Callable[[], object], calls: int = CALLS) -> float:
-    """Host time a call in µs: a wall clock over many calls, with no synchronization inside."""
+def host_us(
+    function: Callable[[], object],
+    calls: int = CALLS,
+    wait: Callable[[], object] = torch.cuda.synchronize,
+) -> float:
+    """Host time a call in µs: a wall clock over many calls, with no synchronization inside.
+
+    Args:
+        wait: for the device that has work of `function`; as it is, for the current GPU.
+    """
     for _ in range(30):
         function()
-    torch.cuda.synchronize()
+    wait()
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()
         for _ in range(calls):
             function()
         best = min(best, time.perf_counter() - start)
-        torch.cuda.synchronize()
+        wait()
     return best / calls * 1e6
 
 

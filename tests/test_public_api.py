@@ -21,7 +21,7 @@ SIGNATURES = {
     "Float8Quantizer": "(scale, amax, dtype, *, rowwise=True, columnwise=True)",
     "Linear": (
         "(in_features, out_features, bias=True, *, device=None, dtype=None, recipe=None, "
-        "wgrad=None)"
+        "wgrad=None, init_method=None, return_bias=False)"
     ),
     "Linear.forward": "(self, x=None, is_first_microbatch=None, *, input=None)",
     "Linear.end_forward": "(self)",

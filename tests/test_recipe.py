@@ -56,7 +56,7 @@ def test_formats_by_direction() -> None:
         ("amax_compute_algo", None, '"max", "most_recent" or a function'),
         ("scaling_factor_compute_algo", "max", "None or a function"),
         ("fp8_dpa", 1, "True or False"),
-        ("fp8_mha", True, "handed on in high precision"),
+        ("fp8_mha", True, "True only with fp8_dpa=True"),
         ("first_scale", 1, '"amax" or "one"'),
     ],
 )

@@ -39,6 +39,7 @@ from quaver.nn import (
     RNGStatesTracker,
     RotaryPositionEmbedding,
     TransformerLayer,
+    WgradOptions,
     quantized_model_init,
 )
 from quaver.quantizers import (
@@ -104,6 +105,7 @@ __all__ = [
     "Rule",
     "SimulatorUnavailableError",
     "TransformerLayer",
+    "WgradOptions",
     "apply_rotary_pos_emb",
     "autocast",
     "checkpoint",

@@ -296,7 +296,7 @@ def test_static_scales_must_be_complete_and_have_a_place(source: Path, tmp_path:
     [
         ({"format": "awq"}, "format must be one of"),
         ({"format": "finegrained-fp8", "recipe": NVFP4BlockScaling()}, "NVFP4BlockScaling"),
-        ({"format": "fbgemm-fp8", "recipe": Float8BlockScaling()}, "recipe none"),
+        ({"format": "fbgemm-fp8", "recipe": Float8BlockScaling()}, "no recipe at all"),
         ({"format": "compressed-tensors", "recipe": MXFP8BlockScaling()}, "MXFP8BlockScaling"),
         (
             {"format": "compressed-tensors", "recipe": Float8BlockScaling(w_block_scaling_dim=1)},

@@ -106,6 +106,7 @@ def assert_refused(result: Result, says: str) -> None:
     assert len(lines) == 1
     assert re.search(says, lines[0])
     assert "Traceback" not in result.output
+    assert "━" not in result.stderr  # nor an empty progress bar
 
 
 def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
@@ -121,7 +122,7 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
         ((tmp_path / "no", out, "--format", "fbgemm-fp8"), "must be a folder"),
         ((source, out, "--format", "awq"), "format must be one of"),
         ((source, out, "--format", "fbgemm-fp8", "--recipe", "mx"), "unknown recipe 'mx'"),
-        ((source, out, "--format", "fbgemm-fp8", "--recipe", "nvfp4"), "takes the recipe none"),
+        ((source, out, "--format", "fbgemm-fp8", "--recipe", "nvfp4"), "takes no recipe at all"),
         ((source, out, "--format", "finegrained-fp8", "--scales", "fp16"), "unknown 'fp16'"),
         ((source, source, "--format", "fbgemm-fp8", "--force"), "source itself"),
         ((source, cut, "--format", "fbgemm-fp8"), "--force"),

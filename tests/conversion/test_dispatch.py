@@ -225,7 +225,7 @@ def test_conversion_before_offloading(weights, devices):
     x = torch.randn(4, 16)
     calibrate(model, x)
     with torch.no_grad():
-        expected = model(x)
+        expected = copy.deepcopy(model).to(device)(x.to(device)).cpu()
         cpu_offload(model, execution_device=device)
         with launches() as log:
             assert torch.equal(model(x), expected)

@@ -62,6 +62,14 @@ def equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.equal(left.reshape(-1).view(torch.uint8), right.reshape(-1).view(torch.uint8))
 
 
+def reference_device(devices: Sequence[torch.device]) -> torch.device:
+    """Where products have the bits that they have on `devices`.
+
+    Of simulated ones the CPU; of GPUs, which sum in another order, the first.
+    """
+    return devices[0] if devices[0].type == "cuda" else torch.device("cpu")
+
+
 def assert_state_devices(module: nn.Module, device: torch.device) -> None:
     """`module` has both states, and all their tensors are on `device`."""
     assert isinstance(module, QuantizedModule)

@@ -84,7 +84,11 @@ def test_mixed_dtypes(devices: Devices, x_dtype: torch.dtype, weight_dtype: torc
         twin.weight.copy_(layer.weight)
         twin.bias.copy_(layer.bias)
     expected, _ = run(twin, x.float(), None)
-    assert equal(y, expected.to(x_dtype))
+    if devices[0].type != "cuda":  # where a product's sum and rounding depend on its dtype
+        assert equal(y, expected.to(x_dtype))
+    else:
+        step = torch.finfo(x_dtype).eps
+        torch.testing.assert_close(y, expected.to(x_dtype), rtol=2 * step, atol=2 * step)
 
 
 @pytest.mark.parametrize("amp", LOW)

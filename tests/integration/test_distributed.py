@@ -6,7 +6,7 @@ import hashlib
 import warnings
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -18,7 +18,14 @@ import quaver as qv
 from quaver.devices import current_device
 from quaver.recipe import DelayedScaling
 from quaver.testing import launches, simulated_devices
-from tests.integration.helpers import assert_guarded, assert_same, equal, scaling, train_step
+from tests.integration.helpers import (
+    assert_guarded,
+    assert_same,
+    assert_state_devices,
+    equal,
+    scaling,
+    train_step,
+)
 from tests.integration.test_multi_device import Interleaved
 
 Devices = list[torch.device]
@@ -224,47 +231,89 @@ def test_what_was_calibrated_is_reduced(
     assert layer.recipe_states["forward"].scale[0].item() == 448 / 7
 
 
-# ---- two processes
+# ---- several processes
 
 
-WORLD = 2
 ITERATIONS = 10
 
 
-def test_two_processes_of_two_devices_end_with_the_same_states(tmp_path: Path) -> None:
-    mp.spawn(_rank, args=(str(tmp_path),), nprocs=WORLD)
-    hashes = [(tmp_path / f"hash{rank}").read_text() for rank in range(WORLD)]
-    assert hashes[0] == hashes[1]
-    assert (tmp_path / "local").read_text() == hashes[0]
+class Ranks(NamedTuple):
+    """Processes, and where each of them has its layers.
+
+    Args:
+        backend: of the process group.
+        places: for each rank the devices of the three layers. With one rank, it sees the batches
+            that the two see otherwise.
+    """
+
+    backend: str
+    places: list[str]
 
 
-def _rank(rank: int, folder: str) -> None:
-    devices = simulated_devices(2)
+GLOO, NCCL = "cpu:gloo,sim:gloo", "nccl"
+RANKS = {
+    "two devices a rank": Ranks(GLOO, ["sim:1 sim:0 sim:1"] * 2),
+    "one device a rank": Ranks(GLOO, ["sim:0 sim:0 sim:0", "sim:1 sim:1 sim:1"]),
+    "one rank of two devices": Ranks(GLOO, ["sim:1 sim:0 sim:1"]),
+    "one GPU a rank": Ranks(NCCL, ["cuda:0 cuda:0 cuda:0", "cuda:1 cuda:1 cuda:1"]),
+    "two GPUs a rank": Ranks(NCCL, ["cuda:1 cuda:0 cuda:1", "cuda:0 cuda:1 cuda:0"]),
+    "one rank of two GPUs": Ranks(NCCL, ["cuda:1 cuda:0 cuda:1"]),
+}
+MARKS = dict.fromkeys(("one device a rank", "one rank of two devices"), pytest.mark.slow)
+MARKS |= {name: pytest.mark.multi_gpu for name, ranks in RANKS.items() if ranks.backend == NCCL}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=MARKS.get(n, ())) for n in RANKS])
+def test_all_ranks_end_with_the_states_of_one_process(tmp_path: Path, name: str) -> None:
+    ranks = RANKS[name]
+    if ranks.backend == NCCL and (torch.cuda.device_count() < 2 or not dist.is_nccl_available()):
+        pytest.skip("needs two CUDA GPUs and NCCL")
+    mp.spawn(_rank, args=(str(tmp_path), ranks), nprocs=len(ranks.places))
+    hashes = {(tmp_path / f"hash{rank}").read_text() for rank in range(len(ranks.places))}
+    assert hashes == {(tmp_path / "local").read_text()}
+
+
+def _rank(rank: int, folder: str, ranks: Ranks) -> None:
+    """Train on the rank's batches; rank 0 then does so in one process without a group."""
+    if ranks.backend == GLOO:
+        simulated_devices(2)
+    places = [torch.device(place) for place in ranks.places[rank].split()]
     dist.init_process_group(
-        "cpu:gloo,sim:gloo",
+        ranks.backend,
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=WORLD,
+        world_size=len(ranks.places),
         timeout=timedelta(seconds=60),
     )
     torch.manual_seed(0)
-    model = Interleaved([devices[1], devices[0], devices[1]])
-    alone = copy.deepcopy(model)
-    batches = [[torch.randn(4, 32) * (r + i + 1) for r in range(WORLD)] for i in range(ITERATIONS)]
+    whole = Interleaved([torch.device("cpu")] * 3)
+    model, alone = (copy.deepcopy(whole) for _ in range(2))
+    _place(model, places)
+    batches = [[torch.randn(4, 32) * (r + i + 1) for r in range(2)] for i in range(ITERATIONS)]
     if rank == 0:
         _infer_alone(model, own_recipe(5))
     for i, batch in enumerate(batches):
-        _iterate(model, [batch[rank]], own_recipe(5))
+        _iterate(model, batch if len(ranks.places) == 1 else [batch[rank]], own_recipe(5))
         if rank == i == 1:
             _infer_alone(model, own_recipe(5))
     assert {layer.recipe_states["backward"].updates for layer in model.layers} == {ITERATIONS}
+    for layer, place in zip(model.layers, places, strict=True):
+        assert_state_devices(layer, place)
+    assert current_device(places[0].type).index == 0
     Path(folder, f"hash{rank}").write_text(_hash(model))
-    dist.barrier()
+    dist.barrier(device_ids=[places[0].index] if ranks.backend == NCCL else None)
     dist.destroy_process_group()
     if rank == 0:  # what one process that sees the batches of all ranks comes to
+        _place(alone, [torch.device(places[0].type, index) for index in (1, 0, 1)])
         for batch in batches:
             _iterate(alone, batch, own_recipe(5))
         Path(folder, "local").write_text(_hash(alone))
+
+
+def _place(model: Interleaved, places: Devices) -> None:
+    model.places = places
+    for layer, place in zip(model.layers, places, strict=True):
+        layer.to(place)
 
 
 def _iterate(model: nn.Module, batch: list[torch.Tensor], recipe: DelayedScaling) -> None:

@@ -15,6 +15,7 @@ from tests.integration.helpers import (
     assert_state_devices,
     equal,
     gradients,
+    reference_device,
     scaling,
     train_step,
 )
@@ -81,13 +82,13 @@ def test_a_split_model_equals_the_unsplit_bit_for_bit(devices: Devices, name, ac
 @pytest.mark.parametrize("current", [0, 1])
 def test_the_tensors_device_counts_and_the_cpu_gives_the_same(devices, name, current) -> None:
     block = Block([devices[1], devices[1]])
-    twin = Block([torch.device("cpu")] * 2)
+    twin = Block([reference_device(devices)] * 2)
     twin.load_state_dict(block.state_dict())
     x, grad = torch.randn(4, 16), torch.randn(4, 16)
     with launches() as log, torch.accelerator.device_index(current):
         results = train_step(block, x.to(devices[1]), grad, RECIPES[name])
     assert_guarded(log, [devices[1]])
-    assert_same(results, train_step(twin, x, grad, RECIPES[name]))
+    assert_same(results, train_step(twin, x.to(twin.devices[0]), grad, RECIPES[name]))
 
 
 @every_recipe

@@ -79,7 +79,7 @@ def test_a_checkpoint_with_scales_is_loaded_onto_devices(
     with torch.no_grad(), launches() as log:
         y = target(x.to(main))
     with torch.no_grad():
-        assert equal(y, source(x))
+        assert equal(y, copy.deepcopy(source).to(main)(x.to(main)))
     expected = {"two": devices, "one": [devices[1]], "none": [torch.device("cpu")]}[place]
     assert_guarded(log, expected)
     for layer, device in zip(quantized_modules(target).values(), (expected * 2)[:2], strict=True):
@@ -130,8 +130,8 @@ def test_a_vanilla_checkpoint_into_a_converted_model(
             target = Mlp()
     qv.convert(target, named_recipe(recipe))
     target = load_checkpoint_and_dispatch(target, str(tmp_path), device_map=halves(devices))
-    qv.convert(source, named_recipe(recipe))
-    x = torch.randn(4, 16)
+    qv.convert(source.to(devices[0]), named_recipe(recipe))
+    x = torch.randn(4, 16, device=devices[0])
     for each in (source, target):
         calibrate(each, x)
     with torch.no_grad():

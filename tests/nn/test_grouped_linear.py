@@ -11,7 +11,13 @@ import quaver as qv
 from quaver.nn import GroupedLinear, checkpoint
 from quaver.nn.wgrad import WgradOptions
 from quaver.testing import launches
-from tests.integration.helpers import assert_guarded, assert_same, gradients, scaling
+from tests.integration.helpers import (
+    assert_guarded,
+    assert_same,
+    gradients,
+    reference_device,
+    scaling,
+)
 from tests.integration.recipes import RECIPES
 from tests.samples import normal
 
@@ -99,7 +105,7 @@ def test_with_nvfp4s_random_rounding_the_forward_is_the_same_and_no_two_groups_d
 def test_each_device_computes_the_same_bits(recipe: str, devices: Devices) -> None:
     grouped, _ = twins()
     found = []
-    for device in ("cpu", *devices):
+    for device in (reference_device(devices), *devices):
         module = copy.deepcopy(grouped).to(device)
         with launches() as log:
             found.append({**train(module, RECIPES[recipe], device), **scaling(module)})

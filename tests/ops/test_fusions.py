@@ -13,7 +13,13 @@ from quaver.nn.wgrad import WgradOptions
 from quaver.ops.fuser import fuse
 from quaver.recipe import Float8BlockScaling, Float8CurrentScaling
 from quaver.testing import launches
-from tests.integration.helpers import assert_guarded, assert_same, equal, scaling
+from tests.integration.helpers import (
+    assert_guarded,
+    assert_same,
+    equal,
+    reference_device,
+    scaling,
+)
 from tests.integration.recipes import RECIPES
 from tests.ops.chains import CHAINS, IN, OUT, make, step, unfused
 from tests.samples import normal
@@ -96,10 +102,11 @@ def test_in_16_bits(name: str, recipe: str | None) -> None:
 def test_over_two_devices(devices, name: str, recipe: str | None) -> None:
     """Split, or on a device that is not current, it gives the CPU's bits."""
     here, there = devices
-    local = make(name)
+    home = reference_device(devices)
+    local = make(name, home)
     split = make(name, there)
     for i in range(2):
-        expected = step(name, local, recipe_of(recipe), number=i)
+        expected = step(name, local, recipe_of(recipe), device=home, number=i)
         with launches() as log:
             found = step(name, split, recipe_of(recipe), device=there, number=i)
         assert_same(found, expected)
@@ -138,12 +145,15 @@ def _stack(first, second) -> ops.Sequential:
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_split_chain_trains_as_the_unsplit_bit_for_bit(devices, recipe: str) -> None:
     here, there = devices
-    split, whole = _stack(here, there), unfused(_stack("cpu", "cpu"))
+    home = reference_device(devices)
+    split, whole = _stack(here, there), _stack(home, home)
+    if home.type == "cpu":
+        whole = unfused(whole)
     optimizers = [torch.optim.AdamW(model.parameters(), lr=0.01) for model in (split, whole)]
     for i in range(4):
         x, grad = torch.randn(6, 16) * 2**i, torch.randn(6, 16)
         outputs = []
-        for model, device in ((split, here), (whole, torch.device("cpu"))):
+        for model, device in ((split, here), (whole, home)):
             with qv.autocast(recipe=RECIPES[recipe]), launches() as log:
                 y = model(x.to(device))
                 y.backward(grad.to(device))
@@ -252,12 +262,13 @@ def test_quantized_weights(devices, recipe: str) -> None:
     torch.manual_seed(0)
     with qv.quantized_model_init(recipe=RECIPES[recipe]):
         model = ops.Sequential(*CHAINS["output_linear_gelu"].make())
-    twin, moved = unfused(model), copy.deepcopy(model).to(devices[1])
+    home = reference_device(devices)
+    twin, alike, moved = unfused(model), *(copy.deepcopy(model).to(d) for d in (home, devices[1]))
     results = []
-    for each, device in ((model, "cpu"), (twin, "cpu"), (moved, devices[1])):
+    for each, device in ((model, "cpu"), (twin, "cpu"), (alike, home), (moved, devices[1])):
         results.append(step("output_linear_gelu", each, RECIPES[recipe], device=device))
     assert_same(results[0], results[1])
-    assert_same(results[0], results[2])
+    assert_same(results[2], results[3])
 
 
 @pytest.mark.parametrize("override", ["high_precision", "dequantized"])

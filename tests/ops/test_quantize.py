@@ -12,7 +12,7 @@ from quaver.formats import E4M3, E5M2
 from quaver.quantizers import Float8CurrentScalingQuantizer, quantizer_of
 from quaver.recipe import DelayedScaling, NVFP4BlockScaling, Role
 from quaver.testing import launches
-from tests.integration.helpers import assert_guarded, assert_same, scaling
+from tests.integration.helpers import assert_guarded, assert_same, reference_device, scaling
 from tests.integration.recipes import RECIPES
 from tests.samples import normal
 
@@ -54,11 +54,13 @@ def test_it_rounds_as_the_recipes_quantizer(
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_device_gives_the_same_bits_and_scales(devices, name: str) -> None:
+    home = reference_device(devices)
     local = ops.Sequential(ops.Quantize(True, True), ops.BasicLinear(32, 16), ops.Quantize())
     there = copy.deepcopy(local).to(devices[1])
+    local.to(home)
     for i in range(3):
         found = []
-        for model, device in ((local, "cpu"), (there, devices[1])):
+        for model, device in ((local, home), (there, devices[1])):
             x = (normal(4, 32, name=f"{i}") * 2**i).to(device).requires_grad_()
             with qv.autocast(recipe=RECIPES[name]), launches() as log:
                 y = model(x)

@@ -357,6 +357,12 @@ def evil() -> dict[str, bytes]:
         "no zip": b"PK\x03\x04 and nothing",
         "cut": pickle.dumps(content())[:-40],
         "persistent": op(b"NQ."),
+        "a tensor that grows": op(
+            pickle.dumps(torch.zeros(0))[2:-1],
+            b"(",
+            pickle.dumps(torch.zeros(0))[2:-1],
+            b"K\0\x8a\x05\0\0\0\0\x10\x85K\x01\x85tb.",  # its state: 2^36 values
+        ),
         "sets a function's defaults": op(
             b"ctorch._utils\n_rebuild_tensor_v2\n", b"N}X\x0c\0\0\0__defaults__)s\x86b."
         ),

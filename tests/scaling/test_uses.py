@@ -102,7 +102,7 @@ def test_forwards_alike_in_a_row_are_one_use(reentrant: bool) -> None:
 )
 def test_forwards_that_differ_are_apart_and_the_oldest_are_forgotten(other) -> None:
     """What cannot be found any more is an error, never another's scales."""
-    forwards, first = Forwards(False), use(updates=7)
+    forwards, first = Forwards(True), use(updates=7)
     output = forwards.run(first)
     for _ in range(KEPT // 2):
         for fields in ({}, other):
@@ -111,6 +111,47 @@ def test_forwards_that_differ_are_apart_and_the_oldest_are_forgotten(other) -> N
     with pytest.raises(QuaverError, match=f"last {KEPT} are remembered"):
         output.backward()
     assert forwards.found == []
+
+
+def test_a_checkpoint_that_torch_keeps_a_record_of_is_never_forgotten() -> None:
+    forwards, first = Forwards(False), use(updates=7)
+    output = forwards.run(first)
+    for i in range(2 * KEPT):
+        draw_number()
+        forwards.uses.note(use(updates=i))
+    output.backward()
+    assert forwards.found == [first]
+
+
+@both_kinds
+def test_functions_before_the_module_take_numbers_of_their_own(reentrant: bool) -> None:
+    """Under no_grad, too: a reentrant checkpoint's node is not the last before the module."""
+
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad
+
+    uses, found = Uses(), []
+    noted = [use(RECIPES[i], updates=i, grad=not reentrant) for i in range(3)]
+
+    def function(x: torch.Tensor, i: int) -> torch.Tensor:
+        for _ in range(3):
+            x = Same.apply(x)
+        if torch._C._current_graph_task_id() == -1:
+            uses.note(noted[i])
+        else:
+            found.append(uses.recomputed())
+        return x.sin()
+
+    outputs = [checkpoint(function, leaf() * 1, i, use_reentrant=reentrant) for i in range(3)]
+    for i in (1, 2, 0):
+        outputs[i].sum().backward()
+    assert [id(each) for each in found] == [id(noted[i]) for i in (1, 2, 0)]
 
 
 def in_thread(work: Callable[[], None], stay: threading.Event | None = None) -> threading.Thread:
@@ -141,11 +182,18 @@ def test_forwards_of_threads_that_ended_do_not_count(reentrant: bool) -> None:
 
 @pytest.mark.parametrize("same", [True, False])
 def test_two_threads_training_count_only_where_they_do_the_same(same: bool) -> None:
-    """Each thread counts nodes by itself: whose forward it was cannot be told."""
-    forwards, mine, stay = Forwards(False), use(), threading.Event()
-    theirs = use() if same else use(updates=1)
+    """Each thread counts nodes by itself: whose forward it was cannot be told by the numbers."""
+    forwards, mine, stay = Forwards(True), use(), threading.Event()
+    theirs = use(grad=False) if same else use(updates=1, grad=False)
     output = forwards.run(mine)
-    thread = in_thread(lambda: forwards.uses.note(theirs), stay)
+    number = torch._C._autograd._get_sequence_nr()
+
+    def train() -> None:
+        while torch._C._autograd._get_sequence_nr() <= number:
+            draw_number()
+        forwards.uses.note(theirs)
+
+    thread = in_thread(train, stay)
     try:
         if same:
             output.backward()

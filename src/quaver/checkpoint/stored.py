@@ -137,8 +137,8 @@ def block_of_config(config: Mapping[str, Any]) -> Block:
     method = quantization.get("quant_method")
     if quantization and method not in _METHODS:
         raise CheckpointError(
-            f"the checkpoint is quantized by {method!r}; of those that are, only "
-            f"{', '.join(_METHODS)} can be read"
+            f"the checkpoint's quant_method must be one of {', '.join(_METHODS)}, or none, not "
+            f"{method!r}; load it with what wrote it, and save it in high precision first"
         )
     sizes = [quantization.get("weight_block_size")]
     for group in (quantization.get("config_groups") or {}).values():

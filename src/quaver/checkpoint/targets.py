@@ -62,10 +62,8 @@ class Target:
             recipe = Float8BlockScaling()
         kinds = _KINDS[format]
         if recipe is not None and not isinstance(recipe, kinds):
-            names = " or ".join(kind.__name__ for kind in kinds) or "none"
-            raise RecipeError(
-                f"the format {format} takes the recipe {names}, not {type(recipe).__name__}"
-            )
+            names = " or ".join(kind.__name__ for kind in kinds) or "no recipe at all"
+            raise RecipeError(f"the format {format} takes {names}, not {type(recipe).__name__}")
         blocks_of_rows = isinstance(recipe, Float8BlockScaling) and recipe.w_block_scaling_dim == 1
         if format == COMPRESSED and blocks_of_rows:
             raise RecipeError(f"{COMPRESSED} takes blocks of 128×128: w_block_scaling_dim=2")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -55,18 +57,7 @@ def convert_checkpoint_command(  # noqa: PLR0913, PLR0917 - options, each by its
         if scales not in (None, *_SCALES):
             raise CommandError(f"unknown {scales!r}; --scales takes one of: {', '.join(_SCALES)}")
         static = None if calibrate is None else calibrate_checkpoint(src, _text(calibrate))
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TimeRemainingColumn(),
-        )
-        with Progress(*columns, console=Console(stderr=True)) as bar:
-            task = bar.add_task(dst.name, total=None)
-
-            def progress(done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total)
-
+        with _progress_bar(dst.name) as progress:
             report: CheckpointReport = convert_checkpoint(
                 src,
                 dst,
@@ -80,6 +71,25 @@ def convert_checkpoint_command(  # noqa: PLR0913, PLR0917 - options, each by its
                 progress=progress,
             )
         print(report)
+
+
+@contextmanager
+def _progress_bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    """What takes bytes done and bytes in all; shown from its first call, not above an error."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    bar = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
+
+    def progress(done: int, total: int) -> None:
+        if not bar.tasks:
+            bar.start()
+            bar.add_task(name)
+        bar.update(bar.task_ids[0], completed=done, total=total)
+
+    try:
+        yield progress
+    finally:
+        if bar.tasks:
+            bar.stop()
 
 
 def _recipe(name: str | None) -> Recipe | None:

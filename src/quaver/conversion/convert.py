@@ -76,7 +76,8 @@ def _check_arguments(model: object, recipe: object, weights: object, tokens: obj
         raise ConversionError(f"model must be an nn.Module, not {type(model).__name__}")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise ConversionError(
-            f"recipe must be None or a recipe such as DelayedScaling(), not {recipe!r}"
+            "recipe must be None or a recipe such as DelayedScaling() or "
+            f"named_recipe('mxfp8'), not {recipe!r}"
         )
     if weights not in ("keep", "quantize"):
         raise ConversionError(f'weights must be "keep" or "quantize", not {weights!r}')

@@ -2,16 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from io import StringIO
 from typing import Literal
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
+from quaver.conversion.table import render
 from quaver.recipe import Recipe
-
-TABLE_WIDTH = 120
 
 WeightsOutcome = Literal["kept", "quantized", "dequantized"]
 
@@ -264,27 +260,3 @@ def backend_legend(backends: Iterable[str]) -> str:
     """The reasons for backends, one a line, for below a table that has their names."""
     reasons = [backend for backend in dict.fromkeys(backends) if backend != short_backend(backend)]
     return "".join(f"\n{reason}" for reason in reasons)
-
-
-def render(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table as plain text, columns without content left out; names in the first one stay whole.
-
-    A name that is empty is that of the model itself.
-    """
-    cells = [(row[0] or "(the model itself)", *row[1:]) for row in rows]
-    used = [i for i in range(len(columns)) if any(row[i] for row in cells)]
-    table = Table(title=title, title_justify="left", title_style="")
-    for i in used:
-        table.add_column(columns[i], overflow="fold", no_wrap=i == 0)
-    for row in cells:
-        table.add_row(*(row[i] for i in used))
-    longest = max(len(row[0]) for row in cells)
-    buffer = StringIO()
-    console = Console(
-        file=buffer,
-        width=max(TABLE_WIDTH, longest + TABLE_WIDTH // 2),
-        markup=False,
-        highlight=False,
-    )
-    console.print(table)
-    return "\n".join(line.rstrip() for line in buffer.getvalue().rstrip().split("\n"))

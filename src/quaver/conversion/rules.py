@@ -41,7 +41,8 @@ class Rule:
         _check_match(self.match)
         if self.recipe is not None and not isinstance(self.recipe, Recipe):
             raise ConversionError(
-                f"a rule's recipe must be a recipe such as DelayedScaling(), not {self.recipe!r}"
+                "a rule's recipe must be a recipe such as DelayedScaling() or "
+                f"named_recipe('mxfp8'), not {self.recipe!r}"
             )
         if self.skip and self.recipe is not None:
             raise ConversionError(

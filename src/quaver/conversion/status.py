@@ -11,9 +11,9 @@ from quaver.conversion.report import (
     counted,
     recipe_labels,
     recipe_legend,
-    render,
     short_backend,
 )
+from quaver.conversion.table import render
 from quaver.devices import fp8_gemm_path
 from quaver.nn import DotProductAttention
 from quaver.nn.weights import QuantizedWeights
@@ -132,7 +132,7 @@ class ModelStatus:
             for layer in self.layers
         ]
         columns = ("layer", "class", "device", "recipe", "scales on", "calibrated", "weight")
-        table = render(f"{counted(rows)} of Quaver's", (*columns, "bytes"), rows)
+        table = render(f"{counted(rows)} of Quaver's", (*columns, "bytes each"), rows)
         paths = dict.fromkeys((layer.device, layer.path) for layer in self.layers)
         lines = [f"{device}: FP8 products {path}" for device, path in paths]
         lines.append(f"Weights of these layers: {self.weight_bytes:,} bytes.")

@@ -2,7 +2,7 @@
 
 from quaver.functional.activation import activation
 from quaver.functional.cross_entropy import parallel_cross_entropy
-from quaver.functional.dequantize import dequantized
+from quaver.functional.dequantize import dequantized, handed_on, quantize
 from quaver.functional.gemm import LinearPlan, quantize_weight
 from quaver.functional.linear import activation_dtype, linear
 from quaver.functional.norm import layer_norm, norm_dtype, rms_norm
@@ -22,6 +22,7 @@ __all__ = [
     "activation_dtype",
     "apply_rotary_pos_emb",
     "dequantized",
+    "handed_on",
     "layer_norm",
     "linear",
     "moe_permute",
@@ -31,6 +32,7 @@ __all__ = [
     "norm_dtype",
     "parallel_cross_entropy",
     "plain_linear",
+    "quantize",
     "quantize_weight",
     "rms_norm",
 ]

@@ -37,6 +37,7 @@ class LinearPlan(NamedTuple):
         gemm: which of the states' products this is; its slots come after those of the earlier.
         wgrad: where the weight's gradient goes, if not to autograd.
         keeps_input: save x as it came, and quantize it again for the backward.
+        drawn: in a recomputation, the numbers that the first run drew (see `Call`).
     """
 
     forward: RecipeState
@@ -50,6 +51,17 @@ class LinearPlan(NamedTuple):
     gemm: int = 0
     wgrad: WeightGradient | None = None
     keeps_input: bool = False
+    drawn: tuple[torch.Tensor, ...] | None = None
+
+    def draw(self) -> torch.Tensor | None:
+        """The number of this product's random bits; in a recomputation that of the first run.
+
+        It is kept beside the saved tensors and not among them: of a checkpoint that is not
+        reentrant these are the recomputation's, but everything else is the first run's.
+        """
+        if self.drawn is None:
+            return self.backward.draw()
+        return self.drawn[self.gemm] if self.drawn else None
 
     @property
     def input_slot(self) -> int:
@@ -86,9 +98,10 @@ SAVED_TENSORS = 6
 """How many tensors (some None) `operands_to_save` gives."""
 
 
-def expect_casts(weight: torch.Tensor, plan: LinearPlan) -> None:
+def expect_casts(weight: torch.Tensor, plan: LinearPlan, x: torch.Tensor | None = None) -> None:
     """Say which slots the forward and, with grad, the backward are about to cast."""
-    plan.forward.expect(plan.input_slot)
+    if not isinstance(x, QuantizedTensor):
+        plan.forward.expect(plan.input_slot)
     if plan.weight is None and not isinstance(weight, QuantizedTensor):
         plan.forward.expect(plan.input_slot + 1)
     if torch.is_grad_enabled():
@@ -96,7 +109,20 @@ def expect_casts(weight: torch.Tensor, plan: LinearPlan) -> None:
 
 
 def quantize_input(x: torch.Tensor, plan: LinearPlan, columnwise: bool) -> Quantized:
-    """x [M, K] as the input's operands."""
+    """x [M, K] as the input's operands: a quantized one's own, or a fresh cast.
+
+    A column-wise operand that a quantized x does not hold, or that did not go through the Hadamard
+    transform as the gradient will, is made from the values that x stands for.
+    """
+    if isinstance(x, QuantizedTensor):
+        transformed = plan.forward.transforms(plan.input_slot)
+        own = columnwise and x.hadamard == transformed
+        operands = x.quantized(columnwise=own)
+        if own or not columnwise:
+            return operands
+        request = Request(False, True, False, plan.again)
+        made = plan.forward.operands(x.dequantize(), plan.input_slot, request)
+        return operands._replace(columnwise=made.columnwise)
     request = Request(True, columnwise, plan.record, plan.again)
     return plan.forward.operands(x, plan.input_slot, request)
 

@@ -9,7 +9,6 @@ import torch
 
 from quaver.devices import autocast_dtype
 from quaver.functional.gemm import (
-    SAVED_TENSORS,
     LinearPlan,
     Needs,
     Saved,
@@ -22,6 +21,7 @@ from quaver.functional.gemm import (
     quantize_weight,
     without_derivative,
 )
+from quaver.tensors import QuantizedTensor
 
 
 def activation_dtype(x: torch.Tensor) -> torch.dtype:
@@ -35,7 +35,7 @@ def linear(
     """y = x W^T + b.
 
     Args:
-        x: [..., K], float32, bfloat16 or float16.
+        x: [..., K], float32, bfloat16 or float16; or quantized, and then not quantized again.
         weight: [N, K], of its own dtype, or quantized.
         bias: [N] or None.
 
@@ -43,14 +43,19 @@ def linear(
         [..., N] in the dtype that `activation_dtype(x)` names. Gradients come back in the dtypes of
         x, weight and bias.
     """
-    expect_casts(weight, plan)
+    expect_casts(weight, plan, x)
     dtype = activation_dtype(x)
-    rows = x if x.dtype == dtype else x.to(dtype)
+    given = isinstance(x, QuantizedTensor)
+    if given:  # what is saved of it is the input as it came
+        plan = plan._replace(keeps_input=False)
+    rows = x if given or x.dtype == dtype else x.to(dtype)
     if x.dim() != 2:
         rows = rows.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if torch.is_grad_enabled():
-        draw = plan.backward.draw()
-        y: torch.Tensor = _Linear.apply(rows, weight, bias, plan, draw)  # type: ignore[no-untyped-call]
+        draw = plan.draw()
+        y: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+            rows, weight, bias, plan, dtype, draw
+        )
     else:
         quantized = quantize_input(rows, plan, False)
         y = product(quantized.rowwise, quantize_weight(weight, plan, False).rowwise, bias, dtype)
@@ -65,15 +70,17 @@ class _Linear(torch.autograd.Function):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         plan: LinearPlan,
+        dtype: torch.dtype,
         draw: torch.Tensor | None,
     ) -> torch.Tensor:
         needs = Needs(*ctx.needs_input_grad[:3])
         x_columns, w_columns = columns_needed(plan, needs)
         x = quantize_input(rows, plan, x_columns)
         w = quantize_weight(weight, plan, w_columns)
-        y = product(x.rowwise, w.rowwise, bias, rows.dtype)
+        y = product(x.rowwise, w.rowwise, bias, dtype)
         tensors, layouts = operands_to_save(x, w, (rows, weight), plan, needs)
-        ctx.save_for_backward(*tensors, draw)
+        ctx.save_for_backward(*tensors)
+        ctx.draw = draw
         dtypes = (rows.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.saved = Saved(layouts, dtypes)
         ctx.plan = plan
@@ -88,7 +95,6 @@ class _Linear(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    *tensors, draw = ctx.saved_tensors
     needs = Needs(*ctx.needs_input_grad[:3])
-    found = gradients(grad, tuple(tensors[:SAVED_TENSORS]), ctx.saved, ctx.plan, needs, draw)
-    return (*found, None, None)
+    found = gradients(grad, ctx.saved_tensors, ctx.saved, ctx.plan, needs, ctx.draw)
+    return (*found, None, None, None)

@@ -144,7 +144,7 @@ def norm_linear(
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     normed = None
     if torch.is_grad_enabled():
-        draw = plan.backward.draw()
+        draw = plan.draw()
         call = _Call(plan, given.options, dtype, with_normed)
         y = _NormLinear.apply(  # type: ignore[no-untyped-call]
             rows, given.weight, given.bias, weight, bias, call, draw
@@ -189,7 +189,8 @@ class _NormLinear(torch.autograd.Function):
         y = product(normed.operands.rowwise, w.rowwise, bias, dtype)
         plain = (rows if normed.value is None else normed.value, weight)
         tensors, layouts = operands_to_save(normed.operands, w, plain, plan, needs)
-        ctx.save_for_backward(*tensors, rows, norm_weight, normed.mean, normed.rstd, draw)
+        ctx.save_for_backward(*tensors, rows, norm_weight, normed.mean, normed.rstd)
+        ctx.draw = draw
         dtypes = (dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.saved = Saved(layouts, dtypes)
         ctx.norm_bias_dtype = None if norm_bias is None else norm_bias.dtype
@@ -213,9 +214,9 @@ def _needs(ctx: Any) -> Needs:
 def _backward(
     ctx: Any, grad: torch.Tensor, grad_normed: torch.Tensor | None = None
 ) -> tuple[torch.Tensor | None, ...]:
-    *tensors, draw = ctx.saved_tensors
-    operands, of_norm = tuple(tensors[:SAVED_TENSORS]), tuple(tensors[SAVED_TENSORS:])
-    dnormed, dw, db = gradients(grad, operands, ctx.saved, ctx.plan, _needs(ctx), draw)
+    tensors = ctx.saved_tensors
+    operands, of_norm = tensors[:SAVED_TENSORS], tensors[SAVED_TENSORS:]
+    dnormed, dw, db = gradients(grad, operands, ctx.saved, ctx.plan, _needs(ctx), ctx.draw)
     found: tuple[torch.Tensor | None, ...] = (None, None, None)
     if dnormed is not None:
         if grad_normed is not None:

@@ -128,7 +128,6 @@ def norm_mlp(
     value = None
     if torch.is_grad_enabled():
         call = _Call((first.plan, second.plan), given.options, function, dtype, with_normed)
-        state = first.plan.backward
         y = _NormMLP.apply(  # type: ignore[no-untyped-call]
             rows,
             given.weight,
@@ -138,8 +137,8 @@ def norm_mlp(
             second.weight,
             second.bias,
             call,
-            state.draw(),
-            state.draw(),  # further random bits for the other product
+            first.plan.draw(),
+            second.plan.draw(),  # further random bits for the other product
         )
         if with_normed:
             y, value = y
@@ -195,7 +194,8 @@ class _NormMLP(torch.autograd.Function):
         tensors1, layouts1 = operands_to_save(normed.operands, w1, plain1, plan1, needs1)
         tensors2, layouts2 = operands_to_save(activated, w2, plain2, plan2, needs2)
         of_norm = (rows, norm_weight, normed.mean, normed.rstd)
-        ctx.save_for_backward(*tensors1, *tensors2, *of_norm, hidden, draw1, draw2)
+        ctx.save_for_backward(*tensors1, *tensors2, *of_norm, hidden)
+        ctx.draws = (draw1, draw2)
         ctx.saved1 = Saved(layouts1, (dtype, weight1.dtype, _dtype(bias1)))
         ctx.saved2 = Saved(layouts2, (dtype, weight2.dtype, _dtype(bias2)))
         ctx.norm_bias_dtype = _dtype(norm_bias)
@@ -224,7 +224,7 @@ def _needs(ctx: Any) -> tuple[Needs, Needs]:
 def _backward(
     ctx: Any, grad: torch.Tensor, grad_normed: torch.Tensor | None = None
 ) -> tuple[torch.Tensor | None, ...]:
-    *tensors, hidden, draw1, draw2 = ctx.saved_tensors
+    *tensors, hidden = ctx.saved_tensors
     operands1, operands2, of_norm = (
         tuple(tensors[:SAVED_TENSORS]),
         tuple(tensors[SAVED_TENSORS : 2 * SAVED_TENSORS]),
@@ -235,10 +235,10 @@ def _backward(
     needs1, needs2 = _needs(ctx)
     found: tuple[torch.Tensor | None, ...] = (None, None, None)
     first: Gradients = (None, None, None)
-    dactivated, dw2, db2 = gradients(grad, operands2, ctx.saved2, plan2, needs2, draw2)
+    dactivated, dw2, db2 = gradients(grad, operands2, ctx.saved2, plan2, needs2, ctx.draws[1])
     if dactivated is not None:
         saved = (operands1, ctx.saved1, plan1, needs1)
-        first = activated_gradients(dactivated, hidden, call.function, saved, draw1)
+        first = activated_gradients(dactivated, hidden, call.function, saved, ctx.draws[0])
     dnormed = first[0]
     if dnormed is not None:
         needed = ctx.needs_input_grad[:3]

@@ -7,8 +7,12 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from quaver.errors import QuaverError
+
+_overwritten = WeakTensorKeyDictionary()
+"""The last backward pass that overwrote a weight's `main_grad`, by its number in autograd."""
 
 Product = Callable[[torch.dtype], torch.Tensor]
 """Computes a gradient in the dtype that it is given."""
@@ -20,7 +24,8 @@ class WeightGradient:
     Args:
         weight: whose gradient it is.
         fused: add it to `weight.main_grad` instead of handing it to autograd.
-        overwrite: with `fused`, write it there instead of adding.
+        overwrite: with `fused`, write it there instead of adding; what comes after in the same
+            backward pass, of the module or of another with this weight, is added.
         delayed: where computations that are put off are kept, in order; None: compute at once.
     """
 
@@ -38,16 +43,17 @@ class WeightGradient:
 
     def take(self, compute: Product, dtype: torch.dtype) -> torch.Tensor | None:
         """The gradient for autograd; None where it went, or will go, elsewhere."""
+        running = torch._C._current_graph_task_id() if self.overwrite else -1
         if self.delayed is not None:
-            self.delayed.append(lambda: self._deliver(compute, dtype))
+            self.delayed.append(lambda: self._deliver(compute, dtype, running))
             return None
         if self.fused:
-            self._deliver(compute, dtype)
+            self._deliver(compute, dtype, running)
             return None
         return compute(dtype)
 
     @torch.no_grad()
-    def _deliver(self, compute: Product, dtype: torch.dtype) -> None:
+    def _deliver(self, compute: Product, dtype: torch.dtype, running: int) -> None:
         weight = self.weight
         if not self.fused:
             dw = compute(dtype)
@@ -60,8 +66,9 @@ class WeightGradient:
                 f"must be a tensor of shape {tuple(weight.shape)}, not {main_grad!r}"
             )
         dw = compute(main_grad.dtype)
-        if self.overwrite:
+        if self.overwrite and (running < 0 or _overwritten.get(weight) != running):
             main_grad.copy_(dw)
+            _overwritten[weight] = running
         else:
             main_grad.add_(dw)
 

@@ -9,7 +9,7 @@ from quaver.nn.attention import (
 )
 from quaver.nn.base import QuantizedModule
 from quaver.nn.grouped_linear import GroupedLinear
-from quaver.nn.init import quantized_model_init
+from quaver.nn.init import quantized_model_init, seeded_init
 from quaver.nn.layernorm_linear import LayerNormLinear
 from quaver.nn.layernorm_mlp import LayerNormMLP
 from quaver.nn.linear import Linear, QuantizedLinear
@@ -44,4 +44,5 @@ __all__ = [
     "WgradOptions",
     "checkpoint",
     "quantized_model_init",
+    "seeded_init",
 ]

@@ -12,7 +12,7 @@ from torch._dynamo.comptime import comptime
 from quaver.devices import get_module_device, pin, unpin
 from quaver.errors import RecipeError
 from quaver.nn.loading import ExtraStateAsBuffer, find_offloaded_state
-from quaver.nn.tracing import refresh_states
+from quaver.nn.tracing import refresh_states, refuse_recomputation
 from quaver.recipe import DelayedScaling, Recipe
 from quaver.scaling import Call, RecipeState, begin_call, current_region, end_call, note_forward
 from quaver.scaling.calls import HIGH_PRECISION, note_high_precision
@@ -102,6 +102,8 @@ class QuantizedModule(ExtraStateAsBuffer):
             DeviceMismatchError: x and a parameter lie on two devices; nothing ran.
         """
         compiling = torch.compiler.is_compiling()
+        if compiling:
+            comptime(refuse_recomputation)
         device = x.device
         previous = -1 if compiling else pin(device)
         call = HIGH_PRECISION
@@ -191,7 +193,7 @@ class QuantizedModule(ExtraStateAsBuffer):
     def _note(self, call: Call, requires_grad: bool) -> None:
         forward, backward = self.recipe_states["forward"], self.recipe_states["backward"]
         forward.group = backward.group = call.group
-        note_forward(call, forward, backward, requires_grad, self.training)
+        note_forward(call, forward, backward, requires_grad)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]

@@ -72,19 +72,18 @@ class GroupedLinear(QuantizedWeights):
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew, as torch.nn.Linear does; quantized weights stay quantized."""
-        self._unquantized_weights()
-        bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
-        for i in range(self.num_gemms):
-            weight, bias = self._weight(i), self._bias(i)
-            with torch.no_grad():
-                if self.init_method is not None:
-                    self.init_method(weight)
-                    bound = 0.0
-                else:
-                    nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
-                if bias is not None:
-                    nn.init.uniform_(bias, -bound, bound)
-        self._quantize_drawn_weights()
+        with self._drawing():
+            bound = 1 / math.sqrt(self.in_features) if self.in_features else 0.0
+            for i in range(self.num_gemms):
+                weight, bias = self._weight(i), self._bias(i)
+                with torch.no_grad():
+                    if self.init_method is not None:
+                        self.init_method(weight)
+                        bound = 0.0
+                    else:
+                        nn.init.kaiming_uniform_(weight, a=math.sqrt(5))
+                    if bias is not None:
+                        nn.init.uniform_(bias, -bound, bound)
 
     def _bias(self, gemm: int) -> torch.Tensor | None:
         bias: torch.Tensor | None = getattr(self, f"bias{gemm}")
@@ -97,7 +96,8 @@ class GroupedLinear(QuantizedWeights):
 
         Args:
             x: [..., in_features], on the device of the parameters; the groups' rows one after the
-                other.
+                other. A quantized tensor is not quantized again; one with a scale a tensor, or
+                with groups of whole blocks.
             m_splits: how many rows each group has; they add up to the rows of x.
             is_first_microbatch: None quantizes the weights anew, True does and keeps them, False
                 takes what was kept.
@@ -114,6 +114,8 @@ class GroupedLinear(QuantizedWeights):
         x = self.prepare_forward(x)
         try:
             call = self.current_call()
+            if not call.quantized:
+                groups = [dequantized(rows) for rows in groups]
             if call.recipe is not None and not call.quantized:
                 self._calibrate(groups)
             outputs = [

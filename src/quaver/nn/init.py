@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from contextlib import ContextDecorator
+from collections.abc import Callable, Iterator
+from contextlib import ContextDecorator, contextmanager
+from itertools import count
 from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from quaver.devices import default_generators
 from quaver.errors import RecipeError
 from quaver.quantizers import IdentityQuantizer, quantizer_of
 from quaver.recipe import Recipe, Role
@@ -29,6 +31,7 @@ class InitOptions(NamedTuple):
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[InitOptions | None] = []
+        self.seeds: list[Iterator[int]] = []
 
 
 _thread = _Thread()
@@ -75,6 +78,46 @@ class quantized_model_init(ContextDecorator):  # noqa: N801 - the name that user
         traceback: TracebackType | None,
     ) -> None:
         _thread.stack.pop()
+
+
+@contextmanager
+def seeded_init(seed: int) -> Iterator[None]:
+    """Context manager: what Quaver's modules draw for their weights depends on no device split.
+
+    Each module that is made inside, or drawn anew, has a seed of its own, made of `seed` and how
+    many modules came before; the generator of its device is as before afterwards. Elsewhere a
+    module goes on with its device's generator, as torch's modules do, and so draws other numbers
+    where modules before it lie on another device. Generators of the CPU and of accelerators differ.
+
+    Args:
+        seed: 0 to 2^31 - 1.
+
+    Raises:
+        ValueError: another seed.
+    """
+    if not isinstance(seed, int) or not 0 <= seed < 2**31:
+        raise ValueError(f"seed must be an integer from 0 to 2^31 - 1, not {seed!r}")
+    # A generator of the CPU takes 32 bits: different for each module, and far apart for two seeds.
+    _thread.seeds.append((seed * 0x9E3779B1 + module) % 2**32 for module in count())
+    try:
+        yield
+    finally:
+        _thread.seeds.pop()
+
+
+@contextmanager
+def module_seed(device: torch.device) -> Iterator[None]:
+    """Context manager: draws of one module on `device`, by the `seeded_init` around, if any."""
+    if not _thread.seeds or device.type == "meta":  # nothing is drawn there
+        yield
+        return
+    generator = default_generators()[device]
+    before = generator.get_state()
+    generator.manual_seed(next(_thread.seeds[-1]))
+    try:
+        yield
+    finally:
+        generator.set_state(before)
 
 
 def current_init() -> InitOptions | None:

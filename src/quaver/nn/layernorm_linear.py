@@ -80,10 +80,9 @@ class LayerNormLinear(NormedInput):
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew; a quantized weight stays quantized."""
-        self._unquantized_weights()
-        self._reset_norm()
-        self._reset_linear(0, self.init_method)
-        self._quantize_drawn_weights()
+        with self._drawing():
+            self._reset_norm()
+            self._reset_linear(0, self.init_method)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """y = norm(x) W^T + b.

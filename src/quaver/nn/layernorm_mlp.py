@@ -106,11 +106,10 @@ class LayerNormMLP(NormedInput):
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew; quantized weights stay quantized."""
-        self._unquantized_weights()
-        self._reset_norm()
-        self._reset_linear(0, self.init_method)
-        self._reset_linear(1, self.output_layer_init_method)
-        self._quantize_drawn_weights()
+        with self._drawing():
+            self._reset_norm()
+            self._reset_linear(0, self.init_method)
+            self._reset_linear(1, self.output_layer_init_method)
 
     def forward(self, x: torch.Tensor, is_first_microbatch: bool | None = None) -> Any:
         """y = f(norm(x) W1^T + b1) W2^T + b2.

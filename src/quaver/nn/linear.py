@@ -38,7 +38,8 @@ class QuantizedLinear(QuantizedWeights):
         """y = x W^T + b, in FP8 where a recipe is in force.
 
         Args:
-            x: [..., in_features], on the device of the parameters.
+            x: [..., in_features], on the device of the parameters. A quantized tensor is not
+                quantized again: what it holds is multiplied with.
             is_first_microbatch: None quantizes the weight anew, True does and keeps it, False
                 takes what was kept.
 
@@ -68,6 +69,7 @@ class QuantizedLinear(QuantizedWeights):
     ) -> torch.Tensor:
         if call.quantized:
             return self.forward_quantized(x, bias, call, is_first_microbatch)
+        x = dequantized(x)
         if call.recipe is not None:
             self._calibrate(x)
         taker = self._taker(is_first_microbatch)
@@ -146,15 +148,14 @@ class Linear(QuantizedLinear, nn.Linear):  # type: ignore[misc]
 
     def reset_parameters(self) -> None:
         """Draw the parameters anew, as torch.nn.Linear does; a quantized weight stays quantized."""
-        self._unquantized_weights()
-        if self.init_method is None:
-            super().reset_parameters()
-        else:
-            with torch.no_grad():
-                self.init_method(self.weight)
-                if self.bias is not None:
-                    self.bias.zero_()
-        self._quantize_drawn_weights()
+        with self._drawing():
+            if self.init_method is None:
+                super().reset_parameters()
+            else:
+                with torch.no_grad():
+                    self.init_method(self.weight)
+                    if self.bias is not None:
+                        self.bias.zero_()
 
     def forward(  # type: ignore[override]
         self,

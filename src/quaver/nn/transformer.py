@@ -115,10 +115,12 @@ class TransformerLayer(nn.Module):
         self.hidden_dropout = hidden_dropout
         self._check_options()
         norms: dict[str, Any] = asdict(NormKind(normalization, eps, zero_centered_gamma))
-        common: dict[str, Any] = {"bias": bias, "recipe": recipe, "device": device, "dtype": dtype}
-        common |= {"init_method": init_method, "wgrad": wgrad}
-        common["output_layer_init_method"] = output_layer_init_method
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        draws = {"init_method": init_method, "output_layer_init_method": output_layer_init_method}
+        common: dict[str, Any] = {"bias": bias, "recipe": recipe, "wgrad": wgrad, **draws, **place}
         heads: dict[str, Any] = {
+            "hidden_size": hidden_size,
+            "num_attention_heads": num_attention_heads,
             "num_gqa_groups": num_gqa_groups,
             "attention_dropout": attention_dropout,
             "qkv_format": attn_input_format,
@@ -127,23 +129,17 @@ class TransformerLayer(nn.Module):
         }
         post = options.apply_residual_connection_post_layernorm
         normed: dict[str, Any] = norms | {"input_layernorm": True, "return_layernorm_output": post}
-        self.self_attention = MultiheadAttention(
-            hidden_size,
-            num_attention_heads,
-            attn_mask_type=self_attn_mask_type,
-            **({} if options.output_layernorm else normed),
-            **heads,
-        )
+        own: dict[str, Any] = {} if options.output_layernorm else dict(normed)
+        own["attn_mask_type"] = self_attn_mask_type
+        self.self_attention = MultiheadAttention(**own, **heads)
         self.inter_attention = None
         if layer_type == "decoder":
             kind = options.enc_dec_attn_mask_type
-            cross: dict[str, Any] = {"attention_type": "cross", "attn_mask_type": kind}
-            self.inter_attention = MultiheadAttention(
-                hidden_size, num_attention_heads, **cross, **normed, **heads
-            )
+            normed |= {"attention_type": "cross", "attn_mask_type": kind}
+            self.inter_attention = MultiheadAttention(**normed, **heads)
         mlp: dict[str, Any] = {"activation": activation, "return_layernorm_output": post}
         self.layernorm_mlp = LayerNormMLP(hidden_size, ffn_hidden_size, **mlp, **norms, **common)
-        last = NormKind(**norms).make(hidden_size, device, dtype)
+        last = NormKind(**norms).make(hidden_size, **place)
         self.layernorm = last if options.output_layernorm else None
 
     def _check_options(self) -> None:

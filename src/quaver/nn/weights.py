@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from quaver.functional import LinearPlan, quantize_weight
 from quaver.functional.wgrad import WeightGradient
 from quaver.nn.base import QuantizedModule
-from quaver.nn.init import InitOptions, current_init, quantize_parameter
+from quaver.nn.init import InitOptions, current_init, module_seed, quantize_parameter
 from quaver.nn.wgrad import Delayed, WgradOptions
 from quaver.recipe import DEFAULT_RECIPE, Recipe, Role
 from quaver.scaling import Call, backward_passes
@@ -102,7 +103,8 @@ class QuantizedWeights(QuantizedModule):
         """
         delayed = self.__dict__.get("_delayed_wgrads", [])
         while delayed:
-            delayed.pop(0)()
+            delayed[0]()
+            delayed.pop(0)  # not before: what raises can be mended and tried again
 
     def _init_wgrad(self, wgrad: WgradOptions | None) -> None:
         if wgrad is not None:
@@ -179,6 +181,14 @@ class QuantizedWeights(QuantizedModule):
     def _note_init(self) -> None:
         """Remember the `quantized_model_init` around the module's making."""
         self._init_options = current_init()
+
+    @contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Context manager around the drawing of the parameters; quantized weights stay so."""
+        self._unquantized_weights()
+        with module_seed(self._weight(0).device):
+            yield
+        self._quantize_drawn_weights()
 
     def _unquantized_weights(self) -> None:
         """Before weights are drawn anew: let each be a high-precision parameter."""

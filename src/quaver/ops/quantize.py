@@ -77,6 +77,7 @@ class Quantize(QuantizedModule, FusibleOperation):
             call.again,
             backward_passes(),
             call.outer,
+            drawn=call.drawn,
         )
         draw = None
         backward = self.quantizes_backward and torch.is_grad_enabled()
@@ -84,7 +85,7 @@ class Quantize(QuantizedModule, FusibleOperation):
             plan.forward.expect(0)
         if backward:
             plan.backward.expect(0)
-            draw = plan.backward.draw()
+            draw = plan.draw()
         which = (self.quantizes_forward, backward)
         rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         y: torch.Tensor = _Quantize.apply(rows, plan, which, draw)  # type: ignore[no-untyped-call]
@@ -124,7 +125,7 @@ class _Quantize(torch.autograd.Function):
     ) -> torch.Tensor:
         forward, ctx.quantizes = which
         ctx.plan = plan
-        ctx.save_for_backward(draw)
+        ctx.draw = draw
         if not forward:
             return x.view_as(x)
         return _values(x, plan.forward, Request(True, False, plan.record, plan.again))
@@ -140,7 +141,6 @@ class _Quantize(torch.autograd.Function):
 
 
 def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    (draw,) = ctx.saved_tensors
-    values = _values(grad, ctx.plan.backward, Request(True, False, True, None, draw))
+    values = _values(grad, ctx.plan.backward, Request(True, False, True, None, ctx.draw))
     note_backward(ctx.plan)
     return values, None, None, None

@@ -68,6 +68,7 @@ class Recipe:
 
     backward_override: BackwardOverride = None
     fp8_dpa: bool = False
+    fp8_mha: bool = False
 
     def delayed(self) -> bool:
         """Whether scales come from earlier steps."""
@@ -113,8 +114,9 @@ def attention_checks(
     elif override == "high_precision":
         expected = 'False with backward_override="high_precision"'
     holds = isinstance(fp8_dpa, bool) and (not fp8_dpa or expected == "True or False")
-    reason = "False: the attention's output is handed on in high precision"
-    return ("fp8_dpa", holds, expected), ("fp8_mha", fp8_mha is False, reason)
+    handed = isinstance(fp8_mha, bool) and (not fp8_mha or (holds and fp8_dpa))
+    reason = "True or False, and True only with fp8_dpa=True: it hands that output on"
+    return ("fp8_dpa", holds, expected), ("fp8_mha", handed, reason)
 
 
 def override_check(backward_override: BackwardOverride) -> Check:

@@ -43,7 +43,8 @@ class DelayedScaling(Recipe):
             in place of the formula above.
         reduce_amax: MAX-reduce the amaxes over the amax reduction group when there is one.
         fp8_dpa: quantize inside of DotProductAttention too: its operands, weights and output.
-        fp8_mha: refused: the attention's output is handed on in high precision.
+        fp8_mha: with fp8_dpa: hand that output on as it is quantized, so that the projection behind
+            it casts it no second time.
         first_scale: what a tensor whose scale was never updated is cast with: "amax" takes its own
             amax for that call, "one" takes 1 (TransformerEngine's way).
         interval, override_linear_precision: of older callers; accepted with a warning, ignored.

@@ -28,7 +28,8 @@ class Float8CurrentScaling(Recipe):
         amax_epsilon: an amax counts as at least this much.
         reduce_amax: MAX-reduce each amax over the amax reduction group before the cast.
         fp8_dpa: quantize inside of DotProductAttention too: its operands, weights and output.
-        fp8_mha: refused: the attention's output is handed on in high precision.
+        fp8_mha: with fp8_dpa: hand that output on as it is quantized, so that the projection behind
+            it casts it no second time.
         backward_override: compute the backward pass with the operands before quantization
             ("high_precision") or with the forward's quantized ones, dequantized ("dequantized"),
             and the gradient in high precision; None: quantized.

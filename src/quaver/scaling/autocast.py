@@ -47,7 +47,8 @@ class autocast(ContextDecorator):  # noqa: N801 - the name that users of PyTorch
                 )
         if recipe is not None and not isinstance(recipe, Recipe):
             raise RecipeError(
-                f"recipe must be a recipe such as DelayedScaling(), or None, not {recipe!r}"
+                "recipe must be None or a recipe such as DelayedScaling() or "
+                f"named_recipe('mxfp8'), not {recipe!r}"
             )
         self._options = (recipe, enabled, calibrating, amax_reduction_group)
 

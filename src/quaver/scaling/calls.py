@@ -104,18 +104,12 @@ def close_call_region(module: Any) -> None:
 
 
 def note_forward(
-    call: Call,
-    forward: RecipeState,
-    backward: RecipeState,
-    requires_grad: bool,
-    training: bool = False,
+    call: Call, forward: RecipeState, backward: RecipeState, requires_grad: bool
 ) -> None:
     """Note the states that a quantized or calibrating forward is about to use.
 
     Args:
         requires_grad: whether its input requires grad.
-        training: whether the module is in training mode. Then a forward without grad mode may be
-            the first run of a reentrant checkpoint, and takes its numbers for random bits in turn.
     """
     compiling = torch.compiler.is_compiling()
     if call.outer is not None:
@@ -140,7 +134,8 @@ def note_forward(
         forward.keep_scales()
         recorded, passes = call.record != SEEN, backward_passes()
         forward.uses.note(Use(recipe, call.group, forward.updates, recorded, grad, passes))
-        if call.quantized and training and not grad:
+        # Gradients are wanted, but not here: the first run of a reentrant checkpoint.
+        if call.quantized and collector.trains and not grad:
             forward.uses.reserve(backward.draws())
 
 

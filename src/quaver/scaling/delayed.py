@@ -123,7 +123,8 @@ class DelayedScalingState(RecipeState):
         """
         scale, ready = self.scale, self.ready if self.unset[slot] else None
         if again is not None:
-            scale, ready = again
+            scale = again.scale
+            ready = again.ready if again.unset is None or again.unset[slot] else None
         history = self.amax_history if record else None
         return scale, history, ready, slot, self.dtype, columnwise, self.recipe.margin
 
@@ -199,7 +200,7 @@ class DelayedScalingState(RecipeState):
                 factor = torch.where(self.scale != 1.0, self.limit / before, 1.0)
                 self.scale.mul_(factor)
             self.past = deque(
-                (Scales(past.scale * self.limit / before, past.ready) for past in self.past), KEPT
+                (past._replace(scale=past.scale * self.limit / before) for past in self.past), KEPT
             )
         return True
 

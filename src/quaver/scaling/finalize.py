@@ -27,7 +27,7 @@ def finalize(states: list[DelayedScalingState], one_device: bool, keys: Iterable
     collective over all states that were ever registered under it, and all of them that live are.
 
     Args:
-        one_device: all states are known to live on one device.
+        one_device: all states were used on one device.
         keys: further keys that take part in reductions, though none of their states is given:
             other ranks may have used some.
     """
@@ -77,8 +77,9 @@ def reduces(key: Key) -> bool:
 
 
 def _update_locally(states: list[DelayedScalingState], one_device: bool) -> None:
-    if one_device:
-        _update(states, None)
+    compiling = torch.compiler.is_compiling()
+    if one_device and (compiling or all(s.device == states[0].device for s in states)):
+        _update(states, None)  # none has moved since it was used
         return
     for group in group_by_device(states, lambda state: state.device).values():
         _update(group, None)
@@ -113,7 +114,9 @@ def _copies(states: list[DelayedScalingState]) -> dict[DelayedScalingState, Scal
     tensors = [s.scale for s in states] + [s.ready for s in states]
     copies = torch._foreach_add(tensors, 0.0)  # one launch for all of them
     pairs = zip(copies, copies[len(states) :], strict=False)
-    return {state: Scales(*pair) for state, pair in zip(states, pairs, strict=True)}
+    return {
+        state: Scales(*pair, tuple(state.unset)) for state, pair in zip(states, pairs, strict=True)
+    }
 
 
 @torch.no_grad()

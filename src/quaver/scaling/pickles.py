@@ -15,7 +15,7 @@ import pickletools
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -87,8 +87,14 @@ class _Call:
         return self._function(*args)
 
 
-class _Reader(pickle.Unpickler):
-    """Reads one pickle; `stored` gives the storage of a torch file by its key."""
+class _Reader(pickle._Unpickler):
+    """Reads one pickle; `stored` gives the storage of a torch file by its key.
+
+    In Python, where it can be seen what a pickle gives a state to: a tensor would grow by it.
+    """
+
+    dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
+    stack: list[Any]
 
     def __init__(
         self,
@@ -119,6 +125,14 @@ class _Reader(pickle.Unpickler):
                 "it was executed"
             )
         return self._names[full]
+
+    def load_build(self) -> None:
+        """Give a state to an object: to a record, or a dict's own attributes to it."""
+        if not isinstance(self.stack[-2], Record | OrderedDict):
+            raise CheckpointError("a pickle in a checkpoint gives a state to what has none")
+        super().load_build()  # type: ignore[misc]
+
+    dispatch[pickle.BUILD[0]] = load_build
 
     def persistent_load(self, pid: Any) -> Any:
         if self._stored is None or not isinstance(pid, tuple) or len(pid) < 5:
@@ -183,7 +197,7 @@ def _scan(data: bytes, start: int) -> int:
             raise CheckpointError(f"a pickle in a checkpoint uses {opcode.name}, not admitted")
         if count > _MOST_OPCODES or tuples > _MOST_TUPLES:
             raise CheckpointError("a pickle in a checkpoint is larger than a scaling state can be")
-        if opcode.name == "LONG_BINPUT" and (argument or 0) > len(data):
+        if opcode.name in ("LONG_BINPUT", "FRAME") and (argument or 0) > len(data):
             raise CheckpointError("a pickle in a checkpoint asks for more memory than it fills")
     return stream.tell()
 

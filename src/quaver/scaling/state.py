@@ -26,10 +26,15 @@ SLOT_NAMES: dict[str, tuple[str, ...]] = {"forward": FORWARD_SLOTS, "backward": 
 
 
 class Scales(NamedTuple):
-    """A state's scales as they were between two updates."""
+    """A state's scales as they were between two updates.
+
+    Attributes:
+        unset: a bool a slot: False where the host knew that `ready` is 1; None: nowhere.
+    """
 
     scale: torch.Tensor
     ready: torch.Tensor
+    unset: tuple[bool, ...] | None = None
 
 
 class Request(NamedTuple):
@@ -147,6 +152,10 @@ class RecipeState:
 
     def expect(self, slot: int) -> None:
         """Say that `slot` is about to be cast."""
+
+    def transforms(self, slot: int) -> bool:
+        """Whether the column-wise operand of `slot` goes through the Hadamard transform."""
+        return False
 
     def draw(self) -> torch.Tensor | None:
         """The number of this forward, int64 [1], where its backward draws random bits."""

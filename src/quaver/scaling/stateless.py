@@ -94,8 +94,10 @@ class StatelessState(RecipeState):
         if type(recipe) is not type(self.recipe):
             return False
         if recipe != self.recipe:
-            self.recipe = recipe
+            self.recipe, draws = recipe, self._draws
             self.belong(self.name, self.module_type)
+            if draws is not None:  # the numbers go on: no random bits are drawn twice
+                self._draws = draws
         return True
 
     def move(self, device: torch.device) -> None:

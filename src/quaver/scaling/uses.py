@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any, NamedTuple
@@ -70,7 +70,7 @@ class Reserved(NamedTuple):
     """What a forward without grad mode drew, in case that it is a reentrant checkpoint's first run.
 
     Attributes:
-        first: autograd's sequence number at the time; all forwards of a checkpoint have the same.
+        first: autograd's sequence number at the time.
         numbers: one a product.
     """
 
@@ -95,16 +95,21 @@ class Uses:
     """The last uses of one state by thread, the newest at the end."""
 
     def __init__(self) -> None:
+        self._lock = threading.Lock()
         self._threads: WeakKeyDictionary[_Here.Thread, deque[Use]] = WeakKeyDictionary()
         self._checkpoints: WeakKeyDictionary[Any, Use] = WeakKeyDictionary()
         self._reserved: deque[Reserved] = deque(maxlen=KEPT_DRAWS)
         self._turn: tuple[tuple[int, int], int] = ((0, 0), 0)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Uses, ()  # they belong to this process and its graphs
+
     def note(self, use: Use) -> None:
         """Note a forward that begins now and may be repeated (see `may_be_repeated`)."""
         uses = self._threads.get(_here.thread)
         if uses is None:
-            uses = self._threads[_here.thread] = deque(maxlen=KEPT)
+            with self._lock:
+                uses = self._threads[_here.thread] = deque(maxlen=KEPT)
         now = torch._C._autograd._get_sequence_nr()
         newest = uses[-1] if uses else None
         if newest is None or not newest.is_like(use):
@@ -137,6 +142,8 @@ class Uses:
         recomputation = (torch._C._current_graph_task_id(), first)
         turn = self._turn[1] + 1 if self._turn[0] == recomputation else 0
         self._turn = (recomputation, turn)
+        if len(self._reserved) == KEPT_DRAWS and self._reserved[0].first >= first:
+            return None  # it may be among those that are forgotten
         drawn = [each.numbers for each in self._reserved if each.first >= first]
         return drawn[turn] if turn < len(drawn) else None
 
@@ -162,7 +169,9 @@ class Uses:
 
     def _by_number(self, by: str, number: int) -> Use:
         find = _FINDERS[by]
-        found = [use for uses in self._threads.values() if (use := find(uses, number)) is not None]
+        with self._lock:
+            threads = list(self._threads.values())
+        found = [use for uses in threads if (use := find(uses, number)) is not None]
         if not found or any(not use.is_like(found[0]) for use in found):
             raise QuaverError(
                 "a recomputed forward cannot be matched with its first run, of which the last "
@@ -181,11 +190,13 @@ def may_be_repeated(grad: bool) -> bool:
     return not grad or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
-def _first_after(uses: Iterable[Use], number: int) -> Use | None:
+def _first_after(uses: deque[Use], number: int) -> Use | None:
     """Of a Function that recomputes, whose first run is without grad mode.
 
     Other Functions inside, before the module, take numbers in between.
     """
+    if len(uses) == KEPT and uses[0].first > number:
+        return None  # it may be among those that are forgotten
     return next((use for use in uses if not use.grad and use.last > number), None)
 
 
@@ -253,7 +264,7 @@ def _checkpoint_around() -> Any:
     pack = None if hooks is None else hooks[0]
     if "_checkpoint_hook" not in getattr(pack, "__qualname__", ""):
         return None
-    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__, strict=True))
+    cells = dict(zip(pack.__code__.co_freevars, pack.__closure__ or (), strict=False))
     return cells["frame"].cell_contents if "frame" in cells else None
 
 

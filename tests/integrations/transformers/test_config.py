@@ -44,6 +44,7 @@ def test_options_reach_the_recipe() -> None:
     [
         ({"recipe": "fp8"}, RecipeError, "one of delayed, current, .* not 'fp8'"),
         ({"recipe": None}, RecipeError, "one of delayed"),
+        ({"recipe": Float8CurrentScaling()}, RecipeError, "a name, .* not a Float8CurrentScaling"),
         ({"recipe_options": {"margin": 1}}, RecipeError, "Float8CurrentScaling cannot take"),
         ({"recipe_options": {"fp8_format": "E3M4"}}, RecipeError, "E4M3, E5M2, HYBRID, not 'E3M4'"),
         ({"weights": "fp8"}, ConversionError, '"keep" or "quantize", not \'fp8\''),

@@ -95,6 +95,21 @@ def test_weights_that_stay_plain_take_the_dtype_that_is_asked_for(tmp_path: Path
         assert twin(tokens()).logits.isfinite().all()
 
 
+@pytest.mark.parametrize("weights", ["keep", "quantize"])
+def test_a_model_that_was_converted_back_is_saved_as_a_plain_one(
+    tmp_path: Path, weights: str
+) -> None:
+    saved(tmp_path / "plain")
+    model = load(tmp_path / "plain", "mxfp8", weights)
+    qv.convert_back(model)
+    model.save_pretrained(tmp_path / "saved")
+    assert "quantization_config" not in json.loads((tmp_path / "saved/config.json").read_text())
+    twin = load(tmp_path / "saved")
+    assert not quantized_modules(twin)
+    ids = tokens()
+    assert equal(twin(ids).logits, model(ids).logits)
+
+
 def test_a_model_in_shards(tmp_path: Path) -> None:
     saved(tmp_path / "plain")
     model = load(tmp_path / "plain", "current", "quantize")

@@ -16,6 +16,7 @@ from quaver.scaling.backward import BackwardPasses
 from quaver.scaling.delayed import DelayedScalingState
 from quaver.scaling.state import RecipeState, Request, Scales
 from quaver.scaling.used import Used
+from quaver.tensors.payload import Operand, Payload
 
 FORWARD_SLOTS: Final = ("query", "key", "value", "attention_weight", "attention_output")
 BACKWARD_SLOTS: Final = ("grad_attention_output", "grad_score")
@@ -34,6 +35,7 @@ class AttentionPlan(NamedTuple):
         outer: in a recomputation, the backward pass around it.
         calibrating: record, and compute in high precision.
         gradients: whether dO and dP are quantized.
+        hands_on: whether O is handed on as it was quantized.
     """
 
     forward: RecipeState
@@ -44,6 +46,7 @@ class AttentionPlan(NamedTuple):
     outer: Used | None
     calibrating: bool = False
     gradients: bool = True
+    hands_on: bool = False
 
 
 def quantized(x: torch.Tensor, slot: int, plan: AttentionPlan | None) -> torch.Tensor:
@@ -58,6 +61,17 @@ def quantized(x: torch.Tensor, slot: int, plan: AttentionPlan | None) -> torch.T
     return values
 
 
+def quantized_output(
+    x: torch.Tensor, plan: AttentionPlan | None
+) -> tuple[torch.Tensor, Payload | None]:
+    """As `quantized`, of the output [b, h, s, d]; and the payload, if it is to be handed on."""
+    if plan is None or plan.calibrating or not plan.hands_on:
+        return quantized(x, OUTPUT, plan), None
+    plan.forward.expect(OUTPUT)
+    values, data, scale_inv = _Output.apply(x, plan)  # type: ignore[no-untyped-call]
+    return values, Payload(data, scale_inv)
+
+
 def quantized_gradient(x: torch.Tensor, slot: int, plan: AttentionPlan | None) -> torch.Tensor:
     """x itself; the gradient that comes back to it is quantized."""
     if plan is None or plan.calibrating or not plan.gradients or not torch.is_grad_enabled():
@@ -67,11 +81,16 @@ def quantized_gradient(x: torch.Tensor, slot: int, plan: AttentionPlan | None) -
     return same
 
 
-def _values(x: torch.Tensor, slot: int, state: RecipeState, request: Request) -> torch.Tensor:
+def _operand(x: torch.Tensor, slot: int, state: RecipeState, request: Request) -> Operand:
     rows = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     operand = state.operands(rows, slot, request).rowwise
     if operand is None:
         raise ValueError("a quantization without the operand that was asked for")
+    return operand
+
+
+def _values(x: torch.Tensor, operand: Operand) -> torch.Tensor:
+    """What the operand stands for, in the shape and dtype of x."""
     values: torch.Tensor = operand_values(
         operand.data, operand.scale_inv, operand.layout, operand.global_scale_inv
     )
@@ -81,11 +100,28 @@ def _values(x: torch.Tensor, slot: int, state: RecipeState, request: Request) ->
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, slot: int, plan: AttentionPlan) -> torch.Tensor:
-        return _values(x, slot, plan.forward, Request(True, False, plan.record, plan.again))
+        request = Request(True, False, plan.record, plan.again)
+        return _values(x, _operand(x, slot, plan.forward, request))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return grad, None, None
+
+
+class _Output(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: torch.Tensor, plan: AttentionPlan
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        request = Request(True, False, plan.record, plan.again)
+        operand = _operand(x, OUTPUT, plan.forward, request)
+        data = operand.data.view(x.shape)
+        ctx.mark_non_differentiable(data, operand.scale_inv)
+        return _values(x, operand), data, operand.scale_inv
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *others: Any) -> tuple[torch.Tensor | None, ...]:
+        return grad, None
 
 
 class _Backward(torch.autograd.Function):
@@ -98,7 +134,8 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         plan: AttentionPlan = ctx.plan
-        values = _values(grad, ctx.slot, plan.backward, Request(True, False, record=True))
+        operand = _operand(grad, ctx.slot, plan.backward, Request(True, False, record=True))
+        values = _values(grad, operand)
         if isinstance(plan.backward, DelayedScalingState) and not torch.compiler.is_compiling():
             plan.passes.note(plan.backward, plan.outer)
         return values, None, None

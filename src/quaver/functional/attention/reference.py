@@ -9,15 +9,16 @@ from quaver.functional.attention.quantize import (
     GRAD_OUTPUT,
     GRAD_SCORE,
     KEY,
-    OUTPUT,
     QUERY,
     VALUE,
     WEIGHT,
     AttentionPlan,
     quantized,
     quantized_gradient,
+    quantized_output,
 )
 from quaver.functional.attention.scores import Scores
+from quaver.tensors import Payload
 
 
 def reference_attention(
@@ -26,7 +27,7 @@ def reference_attention(
     v: torch.Tensor,
     scores: Scores,
     plan: AttentionPlan | None = None,
-) -> torch.Tensor:
+) -> tuple[torch.Tensor, Payload | None]:
     """softmax(scale · q k^T + bias) v, in float32, rounded once at the end.
 
     Args:
@@ -38,7 +39,7 @@ def reference_attention(
 
     Returns:
         [b, h, sq, dv] in q's dtype. A query that may attend to no key gives 0, as does its
-        gradient.
+        gradient. And its FP8 payload of that shape, if the plan hands it on.
     """
     dtype = torch.promote_types(torch.float32, q.dtype)
     shared = q.shape[1] // k.shape[1]
@@ -50,8 +51,8 @@ def reference_attention(
     if scores.dropout > 0:
         weights = functional.dropout(weights, scores.dropout)
     weights = quantized(weights, WEIGHT, plan)
-    out = quantized_gradient(quantized(weights @ value, OUTPUT, plan), GRAD_OUTPUT, plan)
-    return out.to(q.dtype)
+    values, payload = quantized_output(weights @ value, plan)
+    return quantized_gradient(values, GRAD_OUTPUT, plan).to(q.dtype), payload
 
 
 def _softmax(x: torch.Tensor, scores: Scores) -> torch.Tensor:

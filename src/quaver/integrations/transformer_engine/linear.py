@@ -84,11 +84,10 @@ class Linear(TransformerEngineBaseModule, native.Linear):  # type: ignore[misc]
         """Draw the parameters anew; with `defer_init` leave them as they are."""
         if defer_init:
             return
-        self._unquantized_weights()
-        self._weight_init(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
-        self._quantize_drawn_weights()
+        with self._drawing():
+            self._weight_init(self.weight)
+            if self.bias is not None:
+                nn.init.zeros_(self.bias)
 
     def forward(  # type: ignore[override]
         self,
@@ -155,13 +154,12 @@ class GroupedLinear(TransformerEngineBaseModule, native.GroupedLinear):
         """Draw the parameters anew; with `defer_init` leave them as they are."""
         if defer_init:
             return
-        self._unquantized_weights()
-        for i in range(self.num_gemms):
-            self._weight_init(self._weight(i))
-            bias = self._bias(i)
-            if bias is not None:
-                nn.init.zeros_(bias)
-        self._quantize_drawn_weights()
+        with self._drawing():
+            for i in range(self.num_gemms):
+                self._weight_init(self._weight(i))
+                bias = self._bias(i)
+                if bias is not None:
+                    nn.init.zeros_(bias)
 
     def forward(
         self,

@@ -9,6 +9,7 @@ from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from quaver.conversion import DEFAULT_EXCLUDE, ConversionError, Rule
+from quaver.errors import RecipeError
 from quaver.recipe import Recipe, named_recipe
 
 METHOD = "quaver"
@@ -54,6 +55,11 @@ class QuaverConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise ConversionError(
                 f"this is {METHOD!r} version {_FORMAT}, but the model was saved with "
                 f"{quant_method!r} version {format_version!r}; update quaver to load it"
+            )
+        if isinstance(recipe, Recipe):
+            raise RecipeError(
+                f"recipe must be a name, such as 'mxfp8', not a {type(recipe).__name__}: it goes "
+                "into config.json; give what differs from the defaults as recipe_options"
             )
         patterns = keep_in_high_precision
         self.quant_method = quant_method

@@ -19,7 +19,7 @@ from quaver.conversion import (
 from quaver.conversion.places import weights_of
 from quaver.conversion.plan import NO_VALUES_YET, make_plan
 from quaver.conversion.rules import RuleList
-from quaver.conversion.swap import record_quantized
+from quaver.conversion.swap import conversion_of, record_quantized
 from quaver.errors import CheckpointError
 from quaver.integrations.transformers.config import METHOD, QuaverConfig
 from quaver.integrations.transformers.operations import (
@@ -160,7 +160,12 @@ class QuaverHfQuantizer(HfQuantizer):  # type: ignore[misc]
     def get_state_dict_and_metadata(
         self, model: Any
     ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-        """The model's state with quantized weights in parts."""
+        """The model's state with quantized weights in parts.
+
+        After `convert_back` it is that of a plain model, which its config must then say, too.
+        """
+        if not any(conversion_of(module) for module in model.modules()):
+            self.remove_quantization_config(model)
         return saved_parts(model)
 
     def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:

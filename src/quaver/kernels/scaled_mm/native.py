@@ -113,7 +113,7 @@ def _tensor_wise(
         fast,
     )
     if bias is not None:
-        y.add_(bias)
+        y = y + bias
     return y[:, :columns].contiguous() if ragged else y
 
 
@@ -188,4 +188,4 @@ def _exact_product(
 
 
 def _with_bias(y: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
-    return y if bias is None else y.add_(bias.to(dtype))
+    return y if bias is None else y + bias.to(dtype)

@@ -36,5 +36,7 @@ def scaled_mm(  # noqa: PLR0913, PLR0917 - an operator's schema is flat
     width = min(left.shape[1], right.shape[1])  # FP4 fills an odd width up with a zero
     product = left[:, :width] @ right[:, :width].t()
     if bias is not None:
-        product.add_(bias)  # after the product: a sum that begins with the bias rounds otherwise
+        # After the product: a sum that begins with the bias rounds otherwise. And not in place: a
+        # policy of selective checkpointing may have kept the product.
+        product = product + bias
     return product.to(dtype)

@@ -13,6 +13,7 @@ from torch import nn
 
 from quaver.devices import autocast_dtype, operands_device
 from quaver.errors import RecipeError
+from quaver.functional import handed_on
 from quaver.functional.attention import (
     SOFTMAX_TYPES,
     AttentionPlan,
@@ -41,6 +42,7 @@ from quaver.nn.attention.layout import (
     check_forms,
     heads_first,
     heads_last,
+    payload_last,
     real_tokens,
 )
 from quaver.nn.base import QuantizedModule
@@ -48,6 +50,7 @@ from quaver.nn.random import RNGStatesTracker
 from quaver.recipe import Recipe
 from quaver.scaling import backward_passes
 from quaver.scaling.te_state import te_bytes
+from quaver.tensors import Payload
 
 
 class DotProductAttention(QuantizedModule):
@@ -249,7 +252,8 @@ class DotProductAttention(QuantizedModule):
 
         Returns:
             [b, sq, h·dv], [sq, b, h·dv] or [tq, h·dv], in the dtype of the inputs or of
-            `torch.autocast`. Queries that may attend to no key give 0.
+            `torch.autocast`. Queries that may attend to no key give 0. In FP8 by a recipe with
+            fp8_mha, a Float8Tensor.
 
         Raises:
             DeviceMismatchError: two tensors lie on two devices.
@@ -308,13 +312,16 @@ class DotProductAttention(QuantizedModule):
             arbitrary_mask(mask_type, masks),
         )
         scores = self._scores(pattern, bias.values(pattern, query.shape[1], self.softmax_scale))
-        out = self._compute(query, key, value, scores)
-        return heads_last(out, form, sequences.queries, tokens)
+        out, payload = self._compute(query, key, value, scores)
+        y = heads_last(out, form, sequences.queries, tokens)
+        if payload is None:
+            return y
+        return handed_on(y, payload_last(payload, form, sequences.queries, tokens))
 
     def _compute(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: Scores
-    ) -> torch.Tensor:
-        """The output [b, h, sq, dv] of operands with heads first."""
+    ) -> tuple[torch.Tensor, Payload | None]:
+        """The output [b, h, sq, dv] of operands with heads first, and its payload to hand on."""
         plan = self._plan()
         bias = scores.bias
         backend = self.backend_for(
@@ -329,7 +336,7 @@ class DotProductAttention(QuantizedModule):
         autocast = torch.autocast(device_type, enabled=False) if on else nullcontext()
         with autocast, self._dropout_stream(scores):
             if backend.name == "sdpa":
-                return sdpa_attention(query, key, value, scores)
+                return sdpa_attention(query, key, value, scores), None
             return reference_attention(query, key, value, scores, plan)
 
     def _dropout_stream(self, scores: Scores) -> AbstractContextManager[None]:
@@ -355,6 +362,11 @@ class DotProductAttention(QuantizedModule):
         call = self.current_call()
         if call.recipe is None:
             return None
+        if call.recipe.fp8_mha and torch.compiler.is_compiling():
+            raise RecipeError(
+                "torch.compile cannot trace fp8_mha=True, whose outputs are Float8Tensors; compile "
+                "with fp8_dpa alone"
+            )
         return AttentionPlan(
             self.recipe_states["forward"],
             self.recipe_states["backward"],
@@ -364,6 +376,7 @@ class DotProductAttention(QuantizedModule):
             call.outer,
             calibrating=not call.quantized,
             gradients=call.recipe.backward_override is None,
+            hands_on=call.recipe.fp8_mha,
         )
 
     def _check_inputs(self, operands: tuple[Any, ...], others: tuple[Any, ...]) -> None:

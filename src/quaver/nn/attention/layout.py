@@ -8,6 +8,7 @@ import torch
 
 from quaver.functional.attention.masks import Tokens
 from quaver.functional.sequences import lengths, pad, unpad
+from quaver.tensors import Payload
 
 FORMATS: Final = ("bshd", "sbhd", "thd")
 PACKED_MASKS: Final = {
@@ -98,6 +99,14 @@ def heads_last(
     if cu_seqlens is None:
         raise ValueError('the format "thd" needs cu_seqlens')
     return unpad(rows, cu_seqlens, tokens)
+
+
+def payload_last(
+    payload: Payload, qkv_format: str, cu_seqlens: torch.Tensor | None, tokens: int
+) -> Payload:
+    """`heads_last` of a payload, as bytes: FP8 tensors cannot be indexed everywhere."""
+    data = heads_last(payload.data.view(torch.uint8), qkv_format, cu_seqlens, tokens)
+    return payload._replace(data=data.view(payload.data.dtype))
 
 
 def real_tokens(

@@ -117,7 +117,7 @@ class FusedLinear(FusedOperation):
         )
         if torch.is_grad_enabled():
             y = _FusedLinear.apply(  # type: ignore[no-untyped-call]
-                rows, weight, bias, residual, epilogue, plan.backward.draw()
+                rows, weight, bias, residual, epilogue, plan.draw()
             )
             if output is not None:
                 y, same = y
@@ -174,7 +174,8 @@ class _FusedLinear(torch.autograd.Function):
         hidden = product(x.rowwise, w.rowwise, bias, rows.dtype)
         y = epilogue.apply(hidden, residual)
         tensors, layouts = operands_to_save(x, w, (rows, weight), plan, needs)
-        ctx.save_for_backward(*tensors, None if epilogue.function is None else hidden, draw)
+        ctx.save_for_backward(*tensors, None if epilogue.function is None else hidden)
+        ctx.draw = draw
         dtypes = (rows.dtype, weight.dtype, None if bias is None else bias.dtype)
         ctx.saved = Saved(layouts, dtypes)
         ctx.epilogue = epilogue
@@ -193,7 +194,8 @@ def _backward(
 ) -> tuple[torch.Tensor | None, ...]:
     if grad is None:  # only the extra output was used
         return grad_same, None, None, None, None, None
-    *tensors, hidden, draw = ctx.saved_tensors
+    *tensors, hidden = ctx.saved_tensors
+    draw = ctx.draw
     epilogue: _Epilogue = ctx.epilogue
     needs = Needs(*ctx.needs_input_grad[:3])
     operands = tuple(tensors[:SAVED_TENSORS])
