@@ -320,6 +320,8 @@ def test_calls() -> None:
     ):
         with torch.no_grad(), pytest.raises(ValueError, match=message):
             module(x, **given)
+    with pytest.raises(ValueError, match=r"3 dimensions in the format bshd, not shape \(5, "):
+        ours(x[0])
     with pytest.raises(qv.QuaverError, match="no gradient"):
         ours(x, inference_params=params)
     with pytest.raises(ValueError, match="one of LayerNorm, RMSNorm, L2Normalization, not 'L1'"):

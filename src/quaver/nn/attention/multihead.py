@@ -194,7 +194,7 @@ class MultiheadAttention(nn.Module):
             ValueError: inputs that do not fit.
             QuaverError: no room is left for keys and values.
         """
-        self._check(encoder_output, inference_params)
+        self._check(hidden_states, encoder_output, inference_params)
         parts = self._project(hidden_states, encoder_output, is_first_microbatch)
         query, key, value = (parts[name] for name in ("query", "key", "value"))
         begin = 0
@@ -219,8 +219,17 @@ class MultiheadAttention(nn.Module):
                 module.backward_dw()
 
     def _check(
-        self, encoder_output: torch.Tensor | None, inference_params: InferenceParams | None
+        self,
+        x: torch.Tensor,
+        encoder_output: torch.Tensor | None,
+        inference_params: InferenceParams | None,
     ) -> None:
+        dimensions = 2 if self.qkv_format == "thd" else 3
+        if x.dim() != dimensions:
+            raise ValueError(
+                f"hidden_states must have {dimensions} dimensions in the format "
+                f"{self.qkv_format}, not shape {tuple(x.shape)}"
+            )
         cross = self.attention_type == "cross"
         if cross != (encoder_output is not None):
             raise ValueError(
