@@ -276,3 +276,14 @@ def test_calls() -> None:
         layer(layer_type="decoder")(x)
     with pytest.raises(ValueError, match="normalization must be"):
         layer(normalization="L1")
+
+
+def test_a_call_may_name_another_mask() -> None:
+    layer = TransformerLayer(HIDDEN, FFN, HEADS, **STILL)
+    x = torch.randn(2, 5, HIDDEN)
+    other = TransformerLayer(HIDDEN, FFN, HEADS, self_attn_mask_type="no_mask", **STILL)
+    other.load_state_dict(layer.state_dict())
+    y = layer(x, self_attn_mask_type="no_mask")
+    assert torch.equal(y, other(x))
+    assert not torch.equal(y, layer(x))
+    assert layer.self_attention.core_attention.attn_mask_type == "causal"

@@ -171,6 +171,7 @@ class TransformerLayer(nn.Module):
         rotary_pos_emb: Rotary = None,
         inference_params: InferenceParams | None = None,
         is_first_microbatch: bool | None = None,
+        self_attn_mask_type: str | None = None,
         **core: Unpack[AttentionInputs],
     ) -> torch.Tensor:
         """The layer's output.
@@ -182,6 +183,7 @@ class TransformerLayer(nn.Module):
             enc_dec_attn_mask: of the attention to the encoder.
             rotary_pos_emb, inference_params: of self attention, as for `MultiheadAttention`.
             is_first_microbatch: as for `Linear`.
+            self_attn_mask_type: in place of the layer's own.
             **core: what `DotProductAttention` takes besides, of self attention. The lengths of a
                 decoder (cu_seqlens_q, cu_seqlens_kv and the longest) are its own and the encoder's.
 
@@ -192,6 +194,8 @@ class TransformerLayer(nn.Module):
             ValueError: inputs that do not fit.
         """
         own, to_encoder = self._lengths(core)
+        if self_attn_mask_type is not None:
+            own = {**own, "attn_mask_type": self_attn_mask_type}
         parts = self.self_attention(
             hidden_states,
             attention_mask,

@@ -169,5 +169,8 @@ def arbitrary_mask(mask_type: str, masks: Masks) -> torch.Tensor | None:
             )
         return masks
     if masks is not None and "padding" not in mask_type:
-        raise ValueError(f"attn_mask_type={mask_type} takes no attention_mask")
+        raise ValueError(
+            f"attn_mask_type={mask_type} takes no attention_mask; leave it out, or use the type "
+            '"padding", "padding_causal" or "arbitrary"'
+        )
     return None
