@@ -12,7 +12,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
 )
-from transformers.integrations.fbgemm_fp8 import FbgemmFp8Linear
+from transformers.integrations import fbgemm_fp8
+from transformers.quantizers.quantizer_fbgemm_fp8 import FbgemmFp8HfQuantizer
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
 
 import quaver as qv
@@ -172,23 +173,48 @@ def test_static_scales_reach_transformers_layers(
         assert theirs.get_submodule(layer).activation_scale.item() == scale
 
 
-def test_fbgemm_layers_of_transformers_take_what_we_write_and_we_theirs(
-    llama: Path, tmp_path: Path
+def test_transformers_loads_what_we_write_as_fbgemm_and_we_what_it_writes(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading a whole model needs a GPU and the package of its kernels; the layers do not."""
-    convert_checkpoint(llama, tmp_path, format="fbgemm-fp8", force=True)
-    ours, files = qv_model(llama), read(tmp_path)
-    load_quantized(ours, tmp_path)
-    for name in weights_of(ours):
-        layer, weight = name.removesuffix(".weight"), files[name]
-        theirs = FbgemmFp8Linear(weight.shape[1], weight.shape[0], bias=False)
-        state = {key: files[f"{layer}.{key}"] for key in ("weight", "weight_scale")}
-        theirs.load_state_dict(state)
-        assert {k: v.dtype for k, v in theirs.state_dict().items()} == {
-            k: v.dtype for k, v in state.items()
-        }
-        value = theirs.weight.float() * theirs.weight_scale
-        assert same(ours.get_parameter(name).dequantize(torch.float32), value.detach())
+    """It asks for a GPU and the package of its kernels, of which loading uses nothing."""
+    monkeypatch.setattr(FbgemmFp8HfQuantizer, "validate_environment", lambda *a, **k: None)
+    monkeypatch.setattr(fbgemm_fp8, "get_quantize_fp8_per_row", lambda: None)
+    convert_checkpoint(llama, tmp_path / "ours", format="fbgemm-fp8")
+    theirs, files = load(tmp_path / "ours"), read(tmp_path / "ours")
+    weights = weights_of(theirs)
+    assert len(weights) == LINEARS
+    for name, weight in weights.items():
+        layer = theirs.get_submodule(name.removesuffix(".weight"))
+        assert isinstance(layer, fbgemm_fp8.FbgemmFp8Linear)
+        assert same(weight, files[name])
+        assert same(layer.weight_scale.detach(), files[f"{name}_scale"])
+    theirs.save_pretrained(tmp_path / "theirs")
+    again = qv_model(llama)
+    assert len(load_quantized(again, tmp_path / "theirs").quantized) == LINEARS
+    for name in weights:
+        value = files[name].float() * files[f"{name}_scale"]
+        assert same(again.get_parameter(name).dequantize(torch.float32), value)
+
+
+@pytest.mark.parametrize("recipe", [None, Float8CurrentScaling(), Float8BlockScaling()])
+def test_we_load_what_compressed_tensors_writes(recipe: Any, llama: Path, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    convert_checkpoint(llama, tmp_path / "ours", format="compressed-tensors", recipe=recipe)
+    theirs = load(tmp_path / "ours")  # stays FP8; its scales become bfloat16
+    theirs.save_pretrained(tmp_path / "theirs")
+    before, files = read(tmp_path / "ours"), read(tmp_path / "theirs")
+    ours = qv_model(llama)
+    report = load_quantized(ours, tmp_path / "theirs")
+    assert len(report.quantized) == LINEARS
+    for name, _ in report.quantized:
+        weight = ours.get_parameter(name)
+        assert same(weight.rowwise_data, before[name])
+        scale = files[f"{name}_scale"].float()
+        if isinstance(recipe, Float8BlockScaling):
+            rows, columns = weight.shape
+            scale = scale.repeat_interleave(128, 0).repeat_interleave(128, 1)[:rows, :columns]
+        value = before[name].float() * scale  # a scale a row, or one
+        assert same(weight.dequantize(torch.float32), value)
 
 
 @pytest.mark.filterwarnings("ignore:You passed `quantization_config`")

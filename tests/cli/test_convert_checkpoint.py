@@ -1,6 +1,8 @@
 """`quaver convert-checkpoint`: what it writes, says and refuses."""
 
+import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ import quaver as qv
 from quaver.checkpoint import calibrate_checkpoint, load_quantized
 from quaver.cli.app import app
 from tests.checkpoint.folders import config_of, read, weights, write
+from tests.checkpoint.test_damage import DAMAGED
 
 LINEARS = 28
 
@@ -99,6 +102,23 @@ def test_a_model_that_cannot_be_calibrated_is_said(
         calibrate_checkpoint(llama_folder, "text", context=1)
 
 
+def test_code_in_a_folder_is_not_run_nor_asked_about(
+    llama_folder: Path, text_file: Path, tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(llama_folder, source)
+    config = config_of(source) | {
+        "model_type": "unknown_of_its_own",
+        "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"},
+    }
+    (source / "config.json").write_text(json.dumps(config))
+    (source / "own.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    fp8 = ("--format", "compressed-tensors", "--calibrate", text_file)
+    assert_refused(run(source, tmp_path / "out", *fp8), "does not load")
+    assert not (tmp_path / "ran").exists()
+    assert not (tmp_path / "out").exists()
+
+
 def assert_refused(result: Result, says: str) -> None:
     """Exit code 2, and one line that begins with the program's name."""
     assert result.exit_code == 2, result.output
@@ -130,6 +150,16 @@ def test_bad_input_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     ):
         assert_refused(run(*arguments), says)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("kind", DAMAGED)
+def test_each_damage_is_exit_code_2_and_nothing_is_written(kind: str, tmp_path: Path) -> None:
+    make, says = DAMAGED[kind]
+    make(tmp_path / "source")
+    before = sorted(tmp_path.rglob("*"))
+    for format in ("dequantized", "finegrained-fp8"):
+        assert_refused(run(tmp_path / "source", tmp_path / "out", "--format", format), says)
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_help_names_the_formats() -> None:

@@ -47,7 +47,9 @@ def test_adapters_learn_and_merge() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["device_map_inference", "accelerate_training", "lora"])
+@pytest.mark.parametrize(
+    "name", ["device_map_inference", "accelerate_training", "lora", "checkpoint_conversion"]
+)
 def test_an_example_runs_in_under_a_minute(name: str) -> None:
     start = time.monotonic()
     done = subprocess.run(

@@ -17,9 +17,14 @@ The faults: the wrong device and state left behind: as 1 and 2. One model changi
 `tests/integration/test_states.py`, `tests/scaling/test_registry.py`. Extra state: as 3. Shapes that
 are not divisible, zero blocks: `tests/integration/test_edge_values.py`,
 `tests/integration/test_recipes_edges.py`. FP8 weights under FSDP2: as 2. Hardware that lacks FP8:
-`tests/devices/test_capability.py`. Memory, and training that is not FP8 in truth: here.
+`tests/devices/test_capability.py`. Users who patch workspaces and state a GPU at a time:
+`tests/integrations/transformer_engine/test_frameworks.py`. Host cost on small layers (its time on
+a GPU: `benchmarks/linear.py --host-only`), builds that fail, memory, and training that is not FP8
+in truth: here.
 """
 
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +42,7 @@ from tests.integration.helpers import equal, quantized_modules, scaling
 from tests.integrations.transformers.folders import NAMES
 
 Devices = list[torch.device]
+NATIVE = (".c", ".cc", ".cpp", ".cu", ".cuh", ".pyx", ".rs", ".so")
 
 
 def test_hooks_ask_for_extra_state_often_and_nothing_comes_of_it(
@@ -139,6 +145,41 @@ def test_quantized_weights_save_memory_and_use_costs_none(recipe: str) -> None:
     model(x).sum().backward()
     assert qv.status(model).weight_bytes == before
     assert all(layer._weight_cache is None for layer in quantized_modules(model).values())
+
+
+@pytest.mark.parametrize("recipe", NAMES)
+def test_a_forward_starts_one_kernel_an_operand_and_one_for_the_product(recipe: str) -> None:
+    """On small layers it is the host's work that counts."""
+    chosen = named_recipe(recipe)
+    layer, x = qv.Linear(32, 32, bias=False, recipe=chosen).eval(), torch.randn(32, 32)
+    with torch.no_grad(), qv.autocast(enabled=False, calibrating=True, recipe=chosen):
+        layer(x)
+    with torch.no_grad(), qv.autocast(recipe=chosen):
+        layer(x)
+        with launches() as log:
+            layer(x)
+        with launches() as first:
+            layer(x, is_first_microbatch=True)
+        with launches() as later:
+            layer(x, is_first_microbatch=False)
+    kernels = [launch.kernel for launch in log]
+    assert len(kernels) == 3
+    assert kernels[:2] == [kernels[0]] * 2
+    assert kernels[2] == "scaled_mm"
+    assert len(first) == 3
+    assert [launch.kernel for launch in later] == kernels[1:]  # the weight was kept
+
+
+def test_nothing_is_compiled_at_installation() -> None:
+    root = Path(__file__).parents[2]
+    project = tomllib.loads((root / "pyproject.toml").read_text())
+    assert [name.partition(">")[0] for name in project["build-system"]["requires"]] == [
+        "setuptools"
+    ]
+    assert "ext-modules" not in project["tool"].get("setuptools", {})
+    assert not (root / "setup.py").exists()
+    native = {p.parent.name for p in (root / "src").rglob("*") if p.suffix in NATIVE}
+    assert native <= {"csrc"}  # the simulator's, which is compiled when it is first asked for
 
 
 @pytest.mark.parametrize("recipe", NAMES)

@@ -13,7 +13,9 @@ Tested elsewhere, and not again here:
   `tests/integrations/test_accelerate.py`;
 - peft's LoRA and `merge`: `tests/integrations/test_peft.py`;
 - quantized weights under FSDP2 over two processes: `tests/tensors/test_sharding.py`;
-- E8M0 scales in safetensors: `tests/integrations/transformers/test_saving.py`.
+- E8M0 scales in safetensors: `tests/integrations/transformers/test_saving.py`, and in files that
+  transformers writes and reads: `tests/checkpoint/test_transformers.py`;
+- pickles under `_extra_state` in safetensors files: `tests/checkpoint/test_states.py`.
 """
 
 import copy

@@ -68,8 +68,10 @@ def _load(folder: Path, text: str) -> tuple[Any, torch.Tensor]:
     except ImportError:
         raise CheckpointError(f"calibration needs transformers: {_INSTALL}") from None
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        # Code that lies in the folder is never run, nor asked about.
+        options = {"local_files_only": True, "trust_remote_code": False}
+        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
     except Exception as error:  # transformers raises whatever its parts raise
         said = " ".join(str(error).split())[:200]
         raise CheckpointError(

@@ -153,6 +153,7 @@ def _write_files(
     folder: Folder, destination: Path, target: Target, plan: Plan, progress: Progress | None
 ) -> list[str]:
     total = sum(entry.nbytes for entry in folder.entries.values())
+    dropped = plan.drop | plan.pickles
     done = 0
     written = []
     for file in folder.files:
@@ -160,7 +161,7 @@ def _write_files(
         is_there = (destination / file).exists()
         tensors: dict[str, torch.Tensor] = {}
         for name in names:
-            if not is_there and name not in plan.drop:
+            if not is_there and name not in dropped:
                 tensors |= _converted(folder, name, target, plan)
             done += folder.entries[name].nbytes
             if progress is not None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from quaver.checkpoint.files import Folder
 from quaver.checkpoint.parameters import check_fit, load_plain, put_parameter
+from quaver.checkpoint.states import check_states, is_state
 from quaver.checkpoint.stored import StoredWeight, companions, stored_weights
 from quaver.formats import MAX
 from quaver.nn.conv1d import QuantizedConv1D
@@ -68,6 +69,7 @@ def load_quantized(model: nn.Module, folder: str | Path) -> LoadReport:
     plain = [name for name in files.entries if name not in along and name not in stored]
     shapes = {name: torch.Size(files.entries[name].shape) for name in (*stored, *plain)}
     check_fit(model, shapes, ())
+    check_states(model, {name: files.read(name) for name in plain if is_state(name)})
     quantized: list[tuple[str, str]] = []
     dequantized: list[tuple[str, str]] = []
     for name, weight in stored.items():

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from quaver.checkpoint.files import Folder
+from quaver.checkpoint.states import pickled_states
 from quaver.checkpoint.stored import StoredWeight, companions, stored_weights
 from quaver.checkpoint.targets import DEQUANTIZED, Target
 from quaver.errors import CheckpointError
@@ -42,6 +43,7 @@ class Plan:
         drop: scales, which go along with their weights.
         static: input scales by layer; empty if they are dynamic.
         dtype: of dequantized weights.
+        pickles: states of training that are dropped.
         notes: what else a person should know.
     """
 
@@ -51,6 +53,7 @@ class Plan:
     actions: dict[str, Action] = field(default_factory=dict)
     left: dict[str, str] = field(default_factory=dict)
     static: dict[str, float] = field(default_factory=dict)
+    pickles: set[str] = field(default_factory=set)
     notes: list[str] = field(default_factory=list)
 
     def names(self, action: Action) -> tuple[str, ...]:
@@ -76,6 +79,12 @@ def make_plan(
     """
     config = folder.config()
     plan = Plan(stored_weights(folder), companions(folder), dtype_of(config))
+    plan.pickles = pickled_states(folder)
+    if plan.pickles:
+        plan.notes.append(
+            f"{len(plan.pickles)} scaling states of TransformerEngine's are dropped: they are "
+            "pickles, and the format has no place for them"
+        )
     choice = _Choice.of(include, exclude)
     if target.format == DEQUANTIZED and choice.own:
         raise CheckpointError(

@@ -12,6 +12,7 @@ from torch import nn
 from quaver.checkpoint.files import INDEX, SINGLE, Folder, write_index, write_tensors
 from quaver.checkpoint.flat import flatten_state, unflatten_state
 from quaver.checkpoint.parameters import check_fit, load_plain, put_parameter
+from quaver.checkpoint.states import check_states
 from quaver.errors import CheckpointError
 from quaver.tensors import QuantizedTensor
 
@@ -67,6 +68,7 @@ def load_model(model: nn.Module, folder: str | Path) -> None:
     state = unflatten_state({name: files.read(name) for name in files.entries}, metadata)
     quantized = {n: value for n, value in state.items() if isinstance(value, QuantizedTensor)}
     check_fit(model, {name: value.shape for name, value in state.items()}, quantized)
+    check_states(model, state)
     for name, value in quantized.items():
         put_parameter(model, name, value)
     load_plain(model, {n: value for n, value in state.items() if n not in quantized})

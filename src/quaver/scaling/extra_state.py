@@ -17,7 +17,7 @@ from quaver.errors import CheckpointError
 from quaver.recipe import DelayedScaling
 from quaver.scaling.delayed import DelayedScalingState, resized_history
 from quaver.scaling.state import RecipeState
-from quaver.scaling.te_state import te_bytes, te_states
+from quaver.scaling.te_state import te_bytes, te_content, te_states
 
 MODES = ("forward", "backward")
 _MAGIC = 0x51564552  # "QVER"
@@ -105,6 +105,25 @@ def unpack(
         mine, body = body[: slots * (2 + capacity)], body[slots * (2 + capacity) :]
         states[mode] = _restore(mine, mode, slots, length, recipe)
     return states
+
+
+def check_unowned(packed: torch.Tensor) -> bool:
+    """Check the extra state of a module that is not at hand; whether it is a pickle.
+
+    Args:
+        packed: uint8, on the CPU; the number of its slots is the one that it says itself.
+
+    Raises:
+        CheckpointError: it is neither Quaver's nor TransformerEngine's, or not sound.
+    """
+    data = te_bytes(packed)
+    if data is not None:
+        te_content(data)
+        return True
+    words = packed.flatten()[: _HEADER * 4].clone()
+    header = words.view(torch.int32).tolist() if words.numel() == _HEADER * 4 else [0] * _HEADER
+    unpack(packed, {mode: max(header[3 + 3 * i], 1) for i, mode in enumerate(MODES)}, None)
+    return False
 
 
 def _restore(

@@ -56,6 +56,20 @@ def te_bytes(state: Any) -> bytes | None:
     return None
 
 
+def te_content(data: bytes) -> dict[Any, Any] | None:
+    """What the pickle of a state holds; None: there was no state.
+
+    Raises:
+        CheckpointError: it holds what is not admitted, or is no dict.
+    """
+    content = read(data, _ADMITTED)
+    if not isinstance(content, dict | None):
+        raise CheckpointError(
+            f"TransformerEngine's extra state must hold a dict, not {type(content).__name__}"
+        )
+    return content
+
+
 def te_states(
     data: bytes, sizes: Mapping[str, int], recipe: DelayedScaling | None
 ) -> dict[str, DelayedScalingState]:
@@ -70,13 +84,9 @@ def te_states(
     Raises:
         CheckpointError: the pickle holds what is not admitted, or not what a state holds.
     """
-    content = read(data, _ADMITTED)
+    content = te_content(data)
     if content is None:
         return {}
-    if not isinstance(content, dict):
-        raise CheckpointError(
-            f"TransformerEngine's extra state must hold a dict, not {type(content).__name__}"
-        )
     saved = te_recipe(content.get("recipe"))
     if not isinstance(saved, DelayedScaling | None):
         return {}  # nothing is remembered under the others

@@ -82,7 +82,12 @@ def test_each_module_is_there_and_belongs_to_its_parent(te: ModuleType) -> None:
         ("transformer_engine.pytorch.constants", "TE_DType AttnMaskTypes GemmParallelModes"),
         ("transformer_engine.pytorch.optimizers", "FusedAdam"),
         ("transformer_engine.pytorch.ops", "Sequential Linear BasicLinear Bias"),
-        ("transformer_engine_torch", "DType FP8FwdTensors FP8BwdTensors"),
+        (
+            "transformer_engine_torch",
+            "DType FP8FwdTensors FP8BwdTensors NVTE_Bias_Type NVTE_Mask_Type NVTE_Softmax_Type "
+            "NVTE_QKV_Format NVTE_QKV_Layout NVTE_Fused_Attn_Backend CommOverlapType "
+            "CommOverlapAlgo",
+        ),
     ],
 )
 def test_names(te: ModuleType, module: str, names: str) -> None:
@@ -101,6 +106,27 @@ def test_objects_can_be_pickled_and_come_back_as_what_they_were(te: ModuleType) 
     assert pickle.loads(pickle.dumps(te.DType.kBFloat16)) is te.DType.kBFloat16
     assert isinstance(module, torch.nn.Linear)
     assert isinstance(module, qv.Linear)
+
+
+def test_enumerations_have_the_numbers_that_scripts_print_and_save(te: ModuleType) -> None:
+    import transformer_engine_torch as tex
+
+    for member, number in (
+        (tex.DType.kFloat8E4M3, 7),
+        (tex.FP8FwdTensors.GEMM2_INPUT, 3),
+        (tex.FP8BwdTensors.GRAD_OUTPUT2, 2),
+        (tex.NVTE_Bias_Type.NVTE_ALIBI, 3),
+        (tex.NVTE_Mask_Type.NVTE_PADDING_CAUSAL_BOTTOM_RIGHT_MASK, 5),
+        (tex.NVTE_Softmax_Type.NVTE_LEARNABLE_SOFTMAX, 2),
+        (tex.NVTE_QKV_Format.NVTE_THD_2SBHD, 6),
+        (tex.NVTE_QKV_Layout.NVTE_THD_THD_THD, 14),
+        (tex.NVTE_QKV_Layout.NVTE_Paged_KV_THD_SBHD_SBHD, 24),
+        (tex.NVTE_Fused_Attn_Backend.NVTE_No_Backend, -1),
+        (tex.CommOverlapType.AG, 1),
+        (tex.CommOverlapAlgo.ATOMIC_GEMM_RS_P2P, 7),
+    ):
+        assert int(member) == number
+        assert pickle.loads(pickle.dumps(member)) is member
 
 
 def test_another_one_that_was_imported_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

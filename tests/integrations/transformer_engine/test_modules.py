@@ -23,6 +23,31 @@ SIGNATURES = {
     "ub_bulk_dgrad ub_bulk_wgrad ub_name delay_wgrad_compute symmetric_ar_type "
     "save_original_input name",
     "Linear.forward": "self inp is_first_microbatch fp8_output fp8_grad",
+    "LayerNormLinear": "in_features out_features eps sequence_parallel fuse_wgrad_accumulation "
+    "tp_group tp_size get_rng_state_tracker init_method bias normalization return_bias "
+    "params_dtype parallel_mode return_layernorm_output return_layernorm_output_gathered "
+    "parameters_split zero_centered_gamma device ub_overlap_ag ub_overlap_rs ub_overlap_rs_dgrad "
+    "ub_bulk_wgrad ub_bulk_dgrad ub_name delay_wgrad_compute symmetric_ar_type name",
+    "LayerNormMLP": "hidden_size ffn_hidden_size eps sequence_parallel return_bias "
+    "get_rng_state_tracker tp_group tp_size init_method bias normalization activation "
+    "activation_params output_layer_init_method fuse_wgrad_accumulation params_dtype "
+    "return_layernorm_output return_layernorm_output_gathered seq_length micro_batch_size "
+    "set_parallel_mode zero_centered_gamma device ub_overlap_ag name ub_overlap_rs "
+    "ub_overlap_rs_dgrad ub_bulk_dgrad ub_bulk_wgrad delay_wgrad_compute symmetric_ar_type "
+    "checkpoint",
+    "DotProductAttention": "num_attention_heads kv_channels num_gqa_groups attention_dropout "
+    "qkv_format attn_mask_type window_size sequence_parallel tp_size get_rng_state_tracker "
+    "tp_group layer_number attention_type cp_group cp_global_ranks cp_stream cp_comm_type "
+    "softmax_scale softmax_type return_max_logit device",
+    "DotProductAttention.forward": "self query_layer key_layer value_layer attention_mask "
+    "qkv_format cu_seqlens_q cu_seqlens_kv cu_seqlens_q_padded cu_seqlens_kv_padded max_seqlen_q "
+    "max_seqlen_kv attn_mask_type window_size checkpoint_core_attention core_attention_bias_type "
+    "core_attention_bias alibi_slopes fast_zero_fill inference_params pad_between_seqs fp8_output "
+    "num_splits",
+    "MultiheadAttention.forward": "self hidden_states attention_mask encoder_output "
+    "attn_mask_type window_size is_first_microbatch checkpoint_core_attention inference_params "
+    "rotary_pos_emb core_attention_bias_type core_attention_bias alibi_slopes cu_seqlens_q "
+    "cu_seqlens_kv max_seqlen_q max_seqlen_kv fast_zero_fill pad_between_seqs",
     "LayerNormLinear.forward": "self inp is_first_microbatch fp8_output fp8_grad",
     "LayerNormMLP.forward": "self inp is_first_microbatch",
     "GroupedLinear.forward": "self inp m_splits is_first_microbatch",

@@ -1,6 +1,7 @@
 """For each loader, device map and recipe: outputs equal the directly built model's, bit for bit."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import quaver as qv
+from quaver.checkpoint import load_model, save_model
 from quaver.recipe import named_recipe
 from quaver.testing import launches
 from tests.conversion.models import tokens
@@ -54,10 +56,22 @@ def converted_before(folder: Path, recipe: str, weights: str, places: Any) -> nn
 def by_accelerate(folder: Path, recipe: str, weights: str, places: Any) -> nn.Module:
     source = built(folder, recipe, weights, torch.device("cpu"))
     torch.save(source.state_dict(), folder / "model.bin")
-    with init_empty_weights():
+    # Weights that are to be quantized need values, be it others: convert refuses meta.
+    with init_empty_weights() if weights == "keep" else nullcontext():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    qv.convert(model, named_recipe(recipe))
+    qv.convert(model, named_recipe(recipe), weights=weights)
     return load_checkpoint_and_dispatch(model.eval(), str(folder / "model.bin"), places)
+
+
+def by_load_model(folder: Path, recipe: str, weights: str, places: Any) -> nn.Module:
+    save_model(built(folder, recipe, weights, torch.device("cpu")), folder / "own")
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).eval()
+    qv.convert(model, named_recipe(recipe), weights=weights)
+    if places is not None and "cpu" not in places.values():
+        model = dispatch_model(model, places)  # each tensor finds its device
+        places = None
+    load_model(model, folder / "own")
+    return model if places is None else dispatch_model(model, places)
 
 
 LOADERS: dict[str, tuple[Loader, tuple[str, ...]]] = {
@@ -65,7 +79,8 @@ LOADERS: dict[str, tuple[Loader, tuple[str, ...]]] = {
     "saved": (saved_and_loaded, ("keep", "quantize")),
     "after": (converted_after, ("keep", "quantize")),
     "before": (converted_before, ("keep", "quantize")),
-    "accelerate": (by_accelerate, ("keep",)),
+    "accelerate": (by_accelerate, ("keep", "quantize")),
+    "load_model": (by_load_model, ("keep", "quantize")),
 }
 
 

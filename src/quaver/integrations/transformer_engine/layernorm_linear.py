@@ -36,7 +36,6 @@ class LayerNormLinear(TransformerEngineBaseModule, native.LayerNormLinear):
         tp_group: Any = None,
         tp_size: int = 1,
         get_rng_state_tracker: RngTracker | None = None,
-        rng_tracker_name: str | None = None,
         init_method: InitMethod | None = None,
         bias: bool = True,
         normalization: str = "LayerNorm",
@@ -72,7 +71,7 @@ class LayerNormLinear(TransformerEngineBaseModule, native.LayerNormLinear):
             return_bias=return_bias,
             device=chosen_device(device),
             dtype=params_dtype,
-            init_method=WeightInit(init_method, get_rng_state_tracker, rng_tracker_name),
+            init_method=WeightInit(init_method, get_rng_state_tracker),
             wgrad=wgrad_options(fuse_wgrad_accumulation, delay_wgrad_compute),
         )
         self.use_bias = bias

@@ -26,6 +26,7 @@ from quaver.integrations.transformer_engine import (
     transformer,
 )
 from quaver.integrations.transformer_engine.base import TransformerEngineBaseModule
+from quaver.integrations.transformer_engine.enumerations import ENUMERATIONS
 from quaver.integrations.transformer_engine.manager import FP8GlobalStateManager
 from quaver.nn.padding import Fp8Padding, Fp8Unpadding
 from quaver.quantizers.base import Quantizer
@@ -213,7 +214,7 @@ MODULES: dict[str, Callable[[], Contents]] = {
     # the second is the older name
     **dict.fromkeys(
         ("transformer_engine_torch", "transformer_engine_extensions"),
-        _one(extension.DType, extension.FP8FwdTensors, extension.FP8BwdTensors),
+        _one(extension.DType, extension.FP8FwdTensors, extension.FP8BwdTensors, *ENUMERATIONS),
     ),
 }
 """What to put into each module, by its name."""

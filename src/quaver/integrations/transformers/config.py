@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from typing import Any, Literal
 
@@ -62,10 +63,15 @@ class QuaverConfig(QuantizationConfigMixin):  # type: ignore[misc]
                 "into config.json; give what differs from the defaults as recipe_options"
             )
         patterns = keep_in_high_precision
+        if not isinstance(patterns, Iterable):
+            raise ConversionError(
+                f"keep_in_high_precision must be globs, such as ['lm_head'], not {patterns!r}; "
+                "[] keeps none"
+            )
         self.quant_method = quant_method
         self.format_version = format_version
         self.recipe = recipe
-        self.recipe_options = dict(recipe_options or {})
+        self.recipe_options = _checked_options(recipe_options)
         self.weights = weights
         self.keep_in_high_precision = [patterns] if isinstance(patterns, str) else list(patterns)
         for pattern in self.keep_in_high_precision:
@@ -79,3 +85,20 @@ class QuaverConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def make_recipe(self) -> Recipe:
         """The recipe that the two fields name."""
         return named_recipe(self.recipe, **self.recipe_options)
+
+
+def _checked_options(options: dict[str, Any] | None) -> dict[str, Any]:
+    """A copy of the options, which a saved model's config.json can hold."""
+    if not isinstance(options, dict | None):
+        raise RecipeError(
+            f"recipe_options must be a dict, such as {{'amax_history_len': 16}}, not {options!r}"
+        )
+    for name, value in (options or {}).items():
+        try:
+            json.dumps(value)
+        except TypeError:
+            raise RecipeError(
+                f"recipe_options must be what JSON can hold, since they go into config.json, but "
+                f"{name} is {value!r}; a format is given by its name, such as 'E4M3'"
+            ) from None
+    return dict(options or {})
