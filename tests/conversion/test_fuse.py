@@ -245,6 +245,19 @@ def test_a_second_call_replaces_the_recipe_and_fuses_nothing_twice():
     assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
 
 
+def test_a_hook_on_what_was_fused_warns():
+    model = tiny_llama(1)
+    convert(model, fuse=True)
+    block = model.model.layers[0]
+    for hook in ("forward_hook", "forward_pre_hook", "full_backward_hook"):
+        with pytest.warns(UserWarning, match="a hook on it never runs; register hooks before"):
+            getattr(block.mlp.up_proj, f"register_{hook}")(print).remove()
+        with pytest.warns(UserWarning, match="sees what was to be normed"):
+            getattr(block.post_attention_layernorm, f"register_{hook}")(print).remove()
+    convert_back(model)
+    block.mlp.up_proj.register_forward_hook(print).remove()
+
+
 def test_the_parts_say_what_they_are_if_they_are_used_alone():
     model = tiny_llama(1)
     convert(model, fuse=True)

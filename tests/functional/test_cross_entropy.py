@@ -87,6 +87,8 @@ def test_mistakes_are_named(devices: list[torch.device]) -> None:
     logits, target = problem()
     with pytest.raises(ValueError, match=r"\(4, 5\), not \(20,\)"):
         parallel_cross_entropy(logits, target.flatten())
+    with pytest.raises(ValueError, match=r"int64 or int32, not torch\.float32"):
+        parallel_cross_entropy(logits, target.float())
     with pytest.raises(ValueError, match="from 0 to 1, not 2"):
         parallel_cross_entropy(logits, target, 2)
     with pytest.raises(qv.DeviceMismatchError, match="target is on cpu"):

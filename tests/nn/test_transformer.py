@@ -19,37 +19,15 @@ def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
     return functional.gelu(x, approximate="tanh")
 
 
-def copy_norm(to: nn.Module, source: nn.Module) -> None:
-    to.weight.copy_(source.layer_norm_weight)
-    to.bias.copy_(source.layer_norm_bias)
-
-
-def copy_linear(to: nn.Module, weight: torch.Tensor, bias: torch.Tensor) -> None:
-    to.weight.copy_(weight)
-    to.bias.copy_(bias)
-
-
-def torchs(ours: TransformerLayer) -> nn.Module:
-    """torch's layer, which norms first, with the same parameters."""
+def torchs(ours: TransformerLayer, norm_first: bool = True) -> nn.Module:
+    """torch's layer, whose parameters ours is given."""
     decoder = ours.layer_type == "decoder"
     kind = nn.TransformerDecoderLayer if decoder else nn.TransformerEncoderLayer
-    twin = kind(HIDDEN, HEADS, FFN, 0.0, tanh_gelu, batch_first=True, norm_first=True)
-    own, mlp = ours.self_attention, ours.layernorm_mlp
-    with torch.no_grad():
-        twin.self_attn.in_proj_weight.copy_(own.layernorm_qkv.weight)
-        twin.self_attn.in_proj_bias.copy_(own.layernorm_qkv.bias)
-        copy_linear(twin.self_attn.out_proj, own.proj.weight, own.proj.bias)
-        copy_norm(twin.norm1, own.layernorm_qkv)
-        copy_norm(twin.norm3 if decoder else twin.norm2, mlp)
-        copy_linear(twin.linear1, mlp.fc1_weight, mlp.fc1_bias)
-        copy_linear(twin.linear2, mlp.fc2_weight, mlp.fc2_bias)
-        if decoder:
-            cross = ours.inter_attention
-            query, rest = cross.layernorm_query, cross.key_value
-            twin.multihead_attn.in_proj_weight.copy_(torch.cat((query.weight, rest.weight)))
-            twin.multihead_attn.in_proj_bias.copy_(torch.cat((query.bias, rest.bias)))
-            copy_linear(twin.multihead_attn.out_proj, cross.proj.weight, cross.proj.bias)
-            copy_norm(twin.norm2, query)
+    twin = kind(HIDDEN, HEADS, FFN, 0.0, tanh_gelu, batch_first=True, norm_first=norm_first)
+    for name, parameter in twin.named_parameters():
+        if "norm" in name or "bias" in name:  # so that each one matters
+            nn.init.normal_(parameter, 0.5, 0.3)
+    assert ours.load_state_dict(twin.state_dict(), strict=True) == ([], [])
     return twin
 
 
@@ -94,6 +72,37 @@ def test_a_decoder_layer_computes_what_torchs_does() -> None:
     pairs = [(x, x), (memory, memory)]
     pairs.append((ours.inter_attention.proj.weight, twin.multihead_attn.out_proj.weight))
     check(got, expected, pairs)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("layer_type", ["encoder", "decoder"])
+def test_torchs_layer_that_norms_afterwards(layer_type: str, fused: bool) -> None:
+    behind = LayerOptions(output_layernorm=True, apply_residual_connection_post_layernorm=True)
+    attention = AttentionOptions(fuse_qkv_params=fused)
+    ours = layer(layer_type=layer_type, options=behind, attention=attention)
+    stack = nn.ModuleList([ours])  # names with a prefix
+    twin = torchs(ours, norm_first=False)
+    x, memory = (torch.randn(2, n, HIDDEN, requires_grad=True) for n in (5, 7))
+    hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    if layer_type == "decoder":
+        expected, got = twin(x, memory, hidden), ours(x, encoder_output=memory)
+    else:
+        expected, got = twin(x, hidden), ours(x)
+    check(got, expected, [(x, x), (ours.layernorm.weight, list(twin.parameters())[-2])])
+    again = layer(layer_type=layer_type, options=behind, attention=attention)
+    wrapped = nn.ModuleList([again])
+    wrapped.load_state_dict({f"0.{name}": value for name, value in twin.state_dict().items()})
+    assert all(
+        torch.equal(value, stack.state_dict()[n]) for n, value in wrapped.state_dict().items()
+    )
+
+
+def test_torchs_norms_must_be_as_many() -> None:
+    state = nn.TransformerEncoderLayer(HIDDEN, HEADS, FFN).state_dict()
+    with pytest.raises(RuntimeError, match=r"inter_attention\.layernorm_query\.weight"):
+        layer(layer_type="decoder").load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"norm3\.weight"):
+        layer().load_state_dict(state | {"norm3.weight": state["norm2.weight"]})
 
 
 @pytest.mark.parametrize("layer_type", ["encoder", "decoder"])

@@ -81,6 +81,13 @@ def test_bias_adds_in_the_inputs_dtype(dtype) -> None:
     assert op.bias.grad.tolist() == [6.0] * 12
 
 
+@pytest.mark.parametrize("size", [1, 8])
+def test_a_bias_of_another_size_is_an_error_also_behind_a_linear(size: int) -> None:
+    model = ops.Sequential(ops.BasicLinear(16, 12), ops.Bias(size))
+    with qv.autocast(recipe=RECIPE), pytest.raises(qv.QuaverError, match=r"not to shape \(3, 12\)"):
+        model(normal(3, 16))
+
+
 def test_bias_on_two_devices_is_an_error_that_names_both(devices) -> None:
     op = ops.Bias(4, device=devices[0])
     with pytest.raises(

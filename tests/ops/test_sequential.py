@@ -107,6 +107,19 @@ def test_slices_and_indices() -> None:
     assert (model[:2].num_extra_inputs, model[:2].num_extra_outputs) == (0, 1)
 
 
+def test_sums_and_multiples_fuse_and_take_extra_tensors() -> None:
+    first, second = ops.Sequential(ops.Linear(4, 4)), nn.Sequential(ops.AddExtraInput())
+    x, r = normal(3, 4), normal(3, 4, name="r")
+    model = first + second
+    assert type(model) is ops.Sequential
+    assert torch.equal(model(x, r), first(x) + r)
+    again = model * 2
+    assert type(again) is type(2 * model) is ops.Sequential
+    assert torch.equal(again(x, r, x), first(first(x) + r) + x)
+    with pytest.raises(ValueError, match="add operator"):
+        first + ops.GELU()
+
+
 def test_what_is_appended_inserted_or_removed_counts_at_once() -> None:
     model = ops.Sequential(ops.BasicLinear(IN, IN))
     x = normal(3, IN)

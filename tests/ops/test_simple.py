@@ -91,6 +91,17 @@ def test_extra_tensors() -> None:
     assert repr(ops.AddExtraInput(in_place=True)) == "AddExtraInput(in_place=True)"
 
 
+@pytest.mark.parametrize("recipe", [None, *RECIPES])
+def test_what_is_no_tensor_is_no_extra_input(recipe: str | None) -> None:
+    model = ops.Sequential(ops.Linear(8, 4), ops.AddExtraInput())
+    with qv.autocast(enabled=recipe is not None, recipe=RECIPES.get(recipe)):
+        for given in (None, 3):
+            with pytest.raises(qv.QuaverError, match=f"must be a tensor, not {given}"):
+                model(normal(2, 8), given)
+        with pytest.raises(qv.QuaverError, match=r"x must be a tensor, not None"):
+            model(None, normal(2, 4))
+
+
 def test_extra_tensors_on_another_device_or_of_another_shape(devices) -> None:
     model = ops.Sequential(ops.Linear(8, 4, device=devices[0]), ops.AddExtraInput())
     x = normal(3, 8, device=devices[0])

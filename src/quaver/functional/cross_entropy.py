@@ -52,7 +52,7 @@ def parallel_cross_entropy(
         logits' dtype.
 
     Raises:
-        ValueError: the shapes do not fit, or label_smoothing is out of range.
+        ValueError: the shapes or target's dtype do not fit, or label_smoothing is out of range.
         DeviceMismatchError: logits and target lie on two devices.
     """
     if logits.shape[:-1] != target.shape:
@@ -60,6 +60,8 @@ def parallel_cross_entropy(
             f"target must have the shape of logits without its last dimension, "
             f"{tuple(logits.shape[:-1])}, not {tuple(target.shape)}"
         )
+    if target.dtype not in (torch.int64, torch.int32):
+        raise ValueError(f"target must have the dtype int64 or int32, not {target.dtype}")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be from 0 to 1, not {label_smoothing}")
     size, rank, ranks = logits.shape[-1], 0, 1

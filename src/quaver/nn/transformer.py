@@ -16,6 +16,7 @@ from quaver.nn.attention.norms import NormKind
 from quaver.nn.attention.options import AttentionInputs
 from quaver.nn.init import InitMethod
 from quaver.nn.layernorm_mlp import LayerNormMLP
+from quaver.nn.torch_names import rename_layer
 from quaver.nn.wgrad import WgradOptions
 from quaver.recipe import Recipe
 
@@ -74,6 +75,11 @@ class TransformerLayer(nn.Module):
             first, in place, and their biases begin with zeros; None: as torch.nn.Linear.
         output_layer_init_method: the same for the weights whose outputs are added to the layer's.
         wgrad: where the weights' gradients go and when; None: to autograd, at once.
+
+    The state_dict of a torch.nn.TransformerEncoderLayer, or of a decoder's, loads, too. It does not
+    say how that layer was made: this one stands for one with norm_first=True, and with
+    LayerOptions(output_layernorm=True, apply_residual_connection_post_layernorm=True) for one with
+    norm_first=False. "gelu" is torch's of approximate="tanh".
 
     Raises:
         ValueError, QuaverError: an option that does not fit.
@@ -160,6 +166,20 @@ class TransformerLayer(nn.Module):
                 'enc_dec_attn_mask_type needs layer_type="decoder"; an encoder was given '
                 f"{options.enc_dec_attn_mask_type!r}"
             )
+
+    def _norm_prefixes(self) -> list[str]:
+        """What the names of the norms' parameters begin with, in the order of the forward."""
+        found = []
+        for name in ("self_attention", "inter_attention"):
+            attention = getattr(self, name)
+            norm = None if attention is None else attention.norm_prefix()
+            found += [] if norm is None else [f"{name}.{norm}"]
+        last = [] if self.layernorm is None else ["layernorm."]
+        return [*found, "layernorm_mlp.layer_norm_", *last]
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        rename_layer(state_dict, prefix, self._norm_prefixes())
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(
         self,

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from quaver.devices import on_device, operands_device
+from quaver.errors import QuaverError
 from quaver.functional import dequantized
 from quaver.nn.init import InitMethod, current_init, quantize_parameter
 from quaver.nn.linear import Linear as LinearModule
@@ -92,7 +93,13 @@ class Bias(FusibleOperation):
 
         Raises:
             DeviceMismatchError: x and the bias lie on two devices.
+            QuaverError: x's last dimension has another size, or x is a scalar.
         """
+        if x.shape[-1:] != self.bias.shape:
+            raise QuaverError(
+                f"Bias adds to {self.size} features in x's last dimension, not to shape "
+                f"{tuple(x.shape)}"
+            )
         operands_device(("x", "bias"), (x, self.bias))
         with on_device(x.device):
             return x + self.bias.to(x.dtype)

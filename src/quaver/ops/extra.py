@@ -27,8 +27,9 @@ class AddExtraInput(FusibleOperation):
 
         Raises:
             DeviceMismatchError: the two lie on two devices.
-            QuaverError: their shapes differ.
+            QuaverError: the extra input is no tensor, or their shapes differ.
         """
+        check_tensor(extra_input)
         operands_device(("x", "the extra input"), (x, extra_input))
         check_same_shape(x.shape, extra_input)
         return extra_input.add_(x) if self.in_place else x + extra_input
@@ -36,6 +37,16 @@ class AddExtraInput(FusibleOperation):
     def extra_repr(self) -> str:
         """What repr() shows in the parentheses."""
         return "in_place=True" if self.in_place else ""
+
+
+def check_tensor(extra_input: object) -> None:
+    """Refuse what is no tensor, such as None.
+
+    Raises:
+        QuaverError: it is none.
+    """
+    if not isinstance(extra_input, torch.Tensor):
+        raise QuaverError(f"the extra input must be a tensor, not {extra_input!r}")
 
 
 def check_same_shape(shape: torch.Size, extra_input: torch.Tensor) -> None:

@@ -137,8 +137,10 @@ class OperationFuser:
             y, or if operations have extra outputs a tuple of y and those, in their order.
 
         Raises:
-            QuaverError: another number of extra inputs.
+            QuaverError: x is no tensor, or another number of extra inputs.
         """
+        if not isinstance(x, torch.Tensor):
+            raise QuaverError(f"x must be a tensor, not {x!r}")
         check_extra_inputs(self.steps, extra_inputs)
         with on_device(x.device):
             y, extra_outputs = call_in_turn(self.steps, x, extra_inputs)

@@ -37,6 +37,16 @@ class Sequential(nn.Sequential):
         """How many extra tensors the modules return."""
         return sum(extra_outputs_of(module) for module in self)
 
+    # torch's make an nn.Sequential, which would neither fuse nor take extra tensors
+
+    def __add__(self, other: nn.Sequential) -> Sequential:
+        """A Sequential of this one's modules and those of `other`."""
+        return Sequential(*super().__add__(other))
+
+    def __mul__(self, other: int) -> Sequential:
+        """A Sequential of this one's modules, `other` times over."""
+        return Sequential(*super().__mul__(other))
+
     def forward(self, x: torch.Tensor, *extra_inputs: torch.Tensor) -> Any:
         """The output of the last module.
 

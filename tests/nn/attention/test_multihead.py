@@ -22,17 +22,12 @@ HIDDEN, HEADS = 24, 4
 
 
 def torchs(ours: MultiheadAttention) -> nn.MultiheadAttention:
-    """torch's module with the same parameters."""
+    """torch's module, whose parameters ours is given."""
     twin = nn.MultiheadAttention(HIDDEN, HEADS, batch_first=True)
-    with torch.no_grad():
-        for name in ("weight", "bias"):
-            parts = [getattr(p, name) for n, p in ours.named_children() if n in PROJECTIONS]
-            getattr(twin, f"in_proj_{name}").copy_(torch.cat(parts))
-            getattr(twin.out_proj, name).copy_(getattr(ours.proj, name))
+    nn.init.normal_(twin.in_proj_bias)
+    nn.init.normal_(twin.out_proj.bias)
+    assert ours.load_state_dict(twin.state_dict(), strict=True) == ([], [])
     return twin
-
-
-PROJECTIONS = ("qkv", "query", "key_value", "key", "value")
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -192,6 +187,22 @@ def test_its_state_dict() -> None:
     assert children == ["core_attention", "query", "key", "value", "proj"]
 
 
+def test_a_state_dict_of_torchs_that_does_not_fit_is_refused() -> None:
+    state = nn.MultiheadAttention(HIDDEN, HEADS).state_dict()
+    names = list(state)
+    with pytest.raises(RuntimeError, match="in_proj_weight"):
+        MultiheadAttention(HIDDEN, HEADS, num_gqa_groups=2).load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"Unexpected.*out_proj\.weight"):
+        MultiheadAttention(HIDDEN, HEADS).load_state_dict(
+            {**state, "proj.weight": state["out_proj.weight"]}
+        )
+    with pytest.raises(RuntimeError, match="bias_k"):
+        MultiheadAttention(HIDDEN, HEADS).load_state_dict(
+            nn.MultiheadAttention(HIDDEN, HEADS, add_bias_kv=True).state_dict()
+        )
+    assert list(state) == names
+
+
 @pytest.mark.parametrize("kind", ["self", "cross"])
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_normed_input_is_normed_once_and_returned(kind: str, fused: bool) -> None:
@@ -299,6 +310,7 @@ def test_a_model_over_two_devices_keeps_keys_where_they_are_used(devices) -> Non
         ({"normalization": "RMSNorm"}, "belong to input_layernorm=True"),
         ({"normalization": "L1", "input_layernorm": True}, '"LayerNorm" or "RMSNorm", not'),
         ({"num_gqa_groups": 3}, "divide the 4 heads"),
+        ({"num_attention_heads": 0}, "num_attention_heads must be at least 1, not 0"),
     ],
 )
 def test_options(options, message: str) -> None:

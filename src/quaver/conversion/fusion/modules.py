@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from quaver.errors import QuaverError
 from quaver.nn import LayerNormMLP
@@ -41,8 +43,38 @@ class Columns(nn.Module):
         return f"{self.columns[0]}:{self.columns[1]} of {self.width}"
 
 
-class PassThrough(nn.Module):
+class _Idle(nn.Module):
+    """Base of those whose work is done elsewhere: says so to who hooks into them."""
+
+    hooks_see: ClassVar[str]
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """As of any module, with a warning."""
+        self._warn()
+        return super().register_forward_hook(*args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """As of any module, with a warning."""
+        self._warn()
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """As of any module, with a warning."""
+        self._warn()
+        return super().register_full_backward_hook(*args, **kwargs)
+
+    def _warn(self) -> None:
+        warnings.warn(
+            f"this module was fused with others: a hook on it {self.hooks_see}; register hooks "
+            "before convert(fuse=True), which then leaves the module as it is",
+            stacklevel=3,
+        )
+
+
+class PassThrough(_Idle):
     """A norm that is computed by the fused module after it."""
+
+    hooks_see = "sees what was to be normed, and not the norm's output"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x as it is."""
@@ -53,8 +85,10 @@ class PassThrough(nn.Module):
         return ""
 
 
-class Absorbed(nn.Module):
+class Absorbed(_Idle):
     """A linear layer inside a fused module, which multiplies with its weight itself."""
+
+    hooks_see = "never runs"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Never called by the fused module.

@@ -18,6 +18,7 @@ from quaver.nn.attention.options import AttentionInputs, AttentionOptions
 from quaver.nn.init import InitMethod
 from quaver.nn.layernorm_linear import LayerNormLinear
 from quaver.nn.linear import Linear
+from quaver.nn.torch_names import rename_attention
 from quaver.nn.weights import QuantizedWeights
 from quaver.nn.wgrad import WgradOptions
 from quaver.recipe import Recipe
@@ -47,6 +48,8 @@ class MultiheadAttention(nn.Module):
             their biases begin with zeros; None: as torch.nn.Linear.
         output_layer_init_method: the same for the last projection.
         wgrad: where the weights' gradients go and when; None: to autograd, at once.
+
+    The state_dict of a torch.nn.MultiheadAttention loads, too, if it has as many features.
 
     Raises:
         ValueError, RecipeError: an option that does not fit.
@@ -81,12 +84,12 @@ class MultiheadAttention(nn.Module):
         self.options = options = options or AttentionOptions()
         self.attention_type = attention_type
         self.qkv_format = qkv_format
-        self.channels = options.kv_channels or hidden_size // num_attention_heads
         self.input_layernorm = input_layernorm
         self.return_layernorm_output = return_layernorm_output
         self.return_bias = return_bias
         norm = NormKind(normalization, eps, zero_centered_gamma)
         self._check_options(hidden_size, num_attention_heads, norm)
+        self.channels = options.kv_channels or hidden_size // num_attention_heads
         self.core_attention = DotProductAttention(
             num_attention_heads,
             self.channels,
@@ -117,6 +120,8 @@ class MultiheadAttention(nn.Module):
             raise ValueError(
                 f'attention_type must be "self" or "cross", not {self.attention_type!r}'
             )
+        if heads < 1:
+            raise ValueError(f"num_attention_heads must be at least 1, not {heads}")
         if self.options.kv_channels is None and hidden_size % heads:
             raise ValueError(
                 f"hidden_size must be a multiple of the {heads} heads, or kv_channels be given; "
@@ -160,6 +165,16 @@ class MultiheadAttention(nn.Module):
         if self.options.fuse_qkv_params:
             return {f"{normed}query": ("query",), "key_value": ("key", "value")}
         return {f"{normed}query": ("query",), "key": ("key",), "value": ("value",)}
+
+    def norm_prefix(self) -> str | None:
+        """What the names of the input norm's parameters begin with; None: there is no norm."""
+        if self.layernorm is not None:
+            return "layernorm."
+        return next((f"{n}.layer_norm_" for n in self._projections() if _is_normed(n)), None)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        rename_attention(state_dict, prefix, self._projections(), self.widths)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(
         self,

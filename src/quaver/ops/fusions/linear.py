@@ -29,7 +29,7 @@ from quaver.nn.linear import QuantizedLinear
 from quaver.ops.activations import ActivationOperation
 from quaver.ops.basic import BasicLinear, Bias, Linear
 from quaver.ops.elementwise import ConstantScale
-from quaver.ops.extra import AddExtraInput, MakeExtraOutput, alias, check_same_shape
+from quaver.ops.extra import AddExtraInput, MakeExtraOutput, alias, check_same_shape, check_tensor
 from quaver.ops.operation import FusedOperation, FusibleOperation
 from quaver.scaling import Call
 
@@ -71,10 +71,13 @@ class FusedLinear(FusedOperation):
 
         Raises:
             DeviceMismatchError: x, a parameter or the extra input lie on two devices; nothing ran.
+            QuaverError: the extra input is no tensor, or its shape is not the product's.
         """
         linear: QuantizedLinear = self.parts.linear
         bias = linear.bias if self.parts.bias is None else self.parts.bias.bias
         residual = extra_inputs[0] if extra_inputs else None
+        if extra_inputs:
+            check_tensor(residual)
         names = ("x", "weight", "bias", "the extra input")
         operands_device(names, (x, linear.weight, bias, residual))
         if self._keeps_dtype(x, residual):

@@ -53,6 +53,8 @@ def linear_bias(steps: list[Step]) -> list[Step]:
             return None
         if parts.linear.bias is not None or len(parts.in_order()) > 1:
             return None
+        if right.size != parts.linear.out_features:  # Bias says so itself
+            return None
         return FusedLinear(parts._replace(bias=right))
 
     return joined(steps, join)
