@@ -233,7 +233,7 @@ def test_sequential_on_a_non_current_device(devices: Devices) -> None:
 
 def test_the_fuser_restores_the_current_device_when_an_operation_raises(devices: Devices) -> None:
     model = qv.ops.Sequential(qv.ops.Bias(8, device=devices[1]), qv.ops.Bias(9, device=devices[1]))
-    with pytest.raises(RuntimeError, match="size"):
+    with pytest.raises(qv.QuaverError, match="Bias adds to 9 features"):
         model(torch.zeros(2, 8, device=devices[1]))
     assert current_device(devices[0].type) == devices[0]
 

@@ -108,7 +108,10 @@ class Emulation:
             quantizer = quantizer_of(self.recipe, role)
         if quantizer is None or isinstance(quantizer, IdentityQuantizer):
             return [x.float(), x.t().float()]
-        pair = quantizer.quantize(x, True, True, draw=draw)
+        pair = quantizer.quantize(x, True, not self.delayed, draw=draw)
+        if self.delayed:  # the module's column-wise operand is a view, which sums in its own order
+            value = operand_values(*pair.rowwise[:3])
+            return [value, value.t()]
         return [operand_values(o.data, o.scale_inv, o.layout, o.global_scale_inv) for o in pair]
 
     def linear(self, x, weight, bias, gemm: int):
