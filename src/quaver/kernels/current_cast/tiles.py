@@ -42,7 +42,8 @@ def store_transposed(x: torch.Tensor, into: torch.Tensor, tile: slice) -> None:
     if x.device.type != "cpu" or not words:
         into[:, tile] = x.t().contiguous()
         return
-    turned = x.view(torch.int32).t().contiguous()
+    # Flat first: a dimension of one value may have any stride.
+    turned = x.view(torch.int32).t().contiguous().reshape(-1).view(torch.uint8)
+    bytes_of = turned.view(columns // _WORD, x.shape[0], _WORD)
     parts = into.view(torch.uint8).view(columns // _WORD, _WORD, into.shape[1])
-    for i in range(_WORD):
-        parts[:, i, tile] = turned >> 8 * i
+    parts[:, :, tile] = bytes_of.transpose(1, 2)
