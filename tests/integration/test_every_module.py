@@ -194,10 +194,8 @@ def combinations() -> list[Any]:
     found = []
     for case, entry in CASES.items():
         for recipe in (*RECIPES, *entry.further):
-            rare = (
-                case.startswith(("LayerNormMLP", "activated")) and case != EVERY_RECIPE_BY_DEFAULT
-            )
-            marks = (pytest.mark.slow,) if rare and recipe != "delayed" else ()
+            rare = recipe != "delayed" and case != EVERY_RECIPE_BY_DEFAULT
+            marks = (pytest.mark.slow,) if rare else ()
             found.append(pytest.param(case, recipe, marks=marks))
     return found
 
