@@ -161,8 +161,7 @@ def compiler(chips: Devices, monkeypatch: pytest.MonkeyPatch) -> Triton:
     for module in (triton_cast, triton_fused, scale_update):
         monkeypatch.setattr(module, "launch_grid", stand_in.launch_grid)
         monkeypatch.setattr(module, "_launches", {})
-    for module in (triton_cast, triton_fused):
-        monkeypatch.setattr(module, "is_interpreted", lambda fn: False)
+    monkeypatch.setattr(triton_fused, "is_interpreted", lambda fn: False)
     monkeypatch.setattr(scale_update, "_tables", DeviceCache(scale_update._no_tables))
     return stand_in
 

@@ -15,10 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from quaver.devices import capability
 from quaver.formats import E5M2
 from quaver.kernels.block_cast.blocks import Block, Results, empty_usages
-from quaver.kernels.common.triton_launch import cdiv, is_interpreted, launch_grid
+from quaver.kernels.common.triton_fused import is_native
+from quaver.kernels.common.triton_launch import cdiv, launch_grid
 from quaver.kernels.common.triton_numbers import (
     block_amax,
     current_scale,
@@ -234,7 +234,7 @@ def cast_blocks(
     if x.numel() == 0:
         return results
     row, row_scale, col, col_scale = results
-    native = has_native_casts(x.device)
+    native = is_native(_cast_tiles, x.device)
     launch_grid(
         _cast_tiles,
         (cdiv(x.shape[0], tile.side) * cdiv(x.shape[1], tile.side),),
@@ -275,7 +275,7 @@ def dequantize_blocks(
     x = torch.empty(data.shape, dtype=dtype, device=data.device)
     if data.numel() == 0:
         return x
-    native = has_native_casts(x.device)
+    native = is_native(_dequantize_tiles, x.device)
     rows, columns, warps = DEQUANTIZE_TILE
     launch_grid(
         _dequantize_tiles,
@@ -296,8 +296,3 @@ def dequantize_blocks(
         num_warps=warps,
     )
     return x
-
-
-def has_native_casts(device: torch.device) -> bool:
-    """Whether `device` itself converts to FP8 and back."""
-    return not is_interpreted(_cast_tiles) and capability(device) >= (8, 9)

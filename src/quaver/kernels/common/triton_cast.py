@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quaver.devices import capability
-from quaver.kernels.common.triton_launch import Prepared, cdiv, is_interpreted, launch_grid
+from quaver.kernels.common.triton_fused import is_native
+from quaver.kernels.common.triton_launch import Prepared, cdiv, launch_grid
 from quaver.kernels.common.triton_numbers import (
     block_amax,
     current_scale,
@@ -190,7 +190,7 @@ def _first_launch(
     rows, columns = x.shape
     both = transposed is not None or others[-1] is not None
     tile = BOTH_TILE if both else ROWWISE_TILE
-    native = not is_interpreted(_cast) and capability(x.device) >= (8, 9)
+    native = is_native(_cast, x.device)
     payloads = [data, transposed]
     if not native:  # without E4M3 there is no pointer to it either
         payloads = [None if t is None else t.view(torch.uint8) for t in payloads]

@@ -6,8 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quaver.devices import capability
-from quaver.kernels.common.triton_launch import cdiv, is_interpreted, launch_grid
+from quaver.kernels.common.triton_fused import is_native
+from quaver.kernels.common.triton_launch import cdiv, launch_grid
 from quaver.kernels.common.triton_numbers import fp8_values, narrowed
 
 BLOCK = 8192
@@ -48,7 +48,7 @@ def _along_memory(data: torch.Tensor, scale_inv: torch.Tensor, x: torch.Tensor) 
         scale_inv,
         count,
         E5M2=data.dtype == torch.float8_e5m2,
-        NATIVE=not is_interpreted(_dequantize) and capability(data.device) >= (8, 9),
+        NATIVE=is_native(_dequantize, data.device),
         BLOCK=BLOCK,
         num_warps=WARPS,
     )

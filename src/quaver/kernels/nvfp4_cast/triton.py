@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quaver.devices import capability
 from quaver.formats import E4M3
-from quaver.kernels.common.triton_launch import cdiv, is_interpreted, launch_grid
+from quaver.kernels.common.triton_fused import is_native
+from quaver.kernels.common.triton_launch import cdiv, launch_grid
 from quaver.kernels.common.triton_numbers import (
     fp8_values,
     narrowed,
@@ -263,7 +263,7 @@ def nvfp4_cast(
         return row, row_scale, col, col_scale, inverse
     inverse = torch.empty(1, dtype=torch.float32, device=x.device)
     parts = partial_amax(x, None, 0)
-    native = _has_native_casts(x.device)
+    native = is_native(_cast, x.device)
     launch_grid(
         _cast,
         (cdiv(rows, TILE) * cdiv(columns, TILE),),
@@ -310,7 +310,7 @@ def nvfp4_dequantize(
     x = torch.empty((rows, columns), dtype=dtype, device=data.device)
     if x.numel() == 0:
         return x
-    native = _has_native_casts(x.device)
+    native = is_native(_cast, x.device)
     launch_grid(
         _dequantize,
         (cdiv(rows, DEQUANTIZE_ROWS) * cdiv(columns, DEQUANTIZE_COLUMNS),),
@@ -332,10 +332,6 @@ def nvfp4_dequantize(
         enable_fp_fusion=False,
     )
     return x
-
-
-def _has_native_casts(device: torch.device) -> bool:
-    return not is_interpreted(_cast) and capability(device) >= (8, 9)
 
 
 def _empty_pair(
